@@ -1,0 +1,240 @@
+"""One side of a comparison: a real trainer, held between optimizer steps until the driver says go.
+
+Runs in either environment (`python -m benchmarks.worker ours|trl`) and never imports the other side. A step's time runs
+from the driver's go to the end of the next optimizer step of `trainer.train()`: batch, collation and logging included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib
+import json
+import os
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from benchmarks import parts
+
+MODULES = {"ours": "preftune", "trl": "trl"}
+PRECISIONS = {"bfloat16": {"bf16": True}, "float32": {"bf16": False}}
+
+
+class Channel:
+    """JSON lines to and from the driver, on the original descriptors; later prints go to the log."""
+
+    def __init__(self) -> None:
+        self._in = os.fdopen(os.dup(0), "r")
+        self._out = os.fdopen(os.dup(1), "w")
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(2, 1)
+
+    def receive(self) -> dict[str, Any]:
+        """The next command; the process ends where the driver has closed the pipe."""
+        line = self._in.readline()
+        if not line:
+            sys.exit(0)
+        return json.loads(line)
+
+    def send(self, **answer: Any) -> None:
+        self._out.write(json.dumps(answer) + "\n")
+        self._out.flush()
+
+
+def memory() -> dict[str, float]:
+    """Resident memory of this process now and at its highest, GPU memory at its highest; MiB."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    gpu = torch.cuda.max_memory_allocated() / 2**20 if torch.cuda.is_available() else 0.0
+    return {
+        "now": int(fields["VmRSS"].split()[0]) / 1024,
+        "peak": int(fields["VmHWM"].split()[0]) / 1024,
+        "gpu_peak": gpu,
+    }
+
+
+class Clock:
+    """Wall and CPU time, and page faults, since it was made."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._usage = resource.getrusage(resource.RUSAGE_SELF)
+        self._children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        self._start = time.perf_counter()
+
+    def read(self) -> dict[str, float]:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+        wall = time.perf_counter() - self._start
+        usage, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+        below = children.ru_utime + children.ru_stime - self._children.ru_utime - self._children.ru_stime
+        return {
+            "wall": wall,
+            "user": usage.ru_utime - self._usage.ru_utime,
+            "system": usage.ru_stime - self._usage.ru_stime,
+            "children": below,
+            "faults": usage.ru_minflt - self._usage.ru_minflt,
+        }
+
+
+class CountingCollator:
+    """The trainer's own collator; notes what each batch holds before passing it on."""
+
+    def __init__(self, inner: Callable[[list[dict[str, Any]]], Any], max_length: int) -> None:
+        self._inner = inner
+        self._max_length = max_length
+        self.counts: deque[dict[str, Any]] = deque()
+
+    def __call__(self, features: list[dict[str, Any]]) -> Any:
+        lengths, digest = [], hashlib.sha256()
+        for row in features:
+            prompt = list(row["prompt_ids"])[: self._max_length]
+            chosen, rejected = (list(row[k])[: self._max_length - len(prompt)] for k in ("chosen_ids", "rejected_ids"))
+            lengths.append((len(prompt), len(chosen), len(rejected)))
+            digest.update(json.dumps([prompt, chosen, rejected]).encode())
+        batch = self._inner(features)
+        forwarded = batch["tree"].num_tokens if "tree" in batch else batch["input_ids"].numel()
+        self.counts.append({"lengths": lengths, "digest": digest.hexdigest()[:16], "forwarded": int(forwarded)})
+        return batch
+
+
+class Gate(TrainerCallback):
+    """Stops the loop of `train()` before its first step and after each one, until the driver's next command."""
+
+    def __init__(self, channel: Channel, device: str, vocabulary: int) -> None:
+        self._channel, self._device, self._vocabulary = channel, device, vocabulary
+        self.counts: deque[dict[str, Any]] = deque()
+        self.logs: list[dict[str, Any]] = []
+        self._profiler: torch.profiler.profile | None = None
+        self._clock = Clock(device)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.counts.clear()
+        self._channel.send(memory=memory())
+        self._wait(control)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        spent = self._clock.read()
+        profiled: dict[str, float] = {}
+        if self._profiler is not None:
+            self._profiler.stop()
+            profiled = parts.seconds_by_part(self._profiler.events(), spent["wall"], self._vocabulary, self._device)
+            self._profiler = None
+        self._channel.send(**spent, **self.counts.popleft(), parts=profiled, memory=memory())
+        self._wait(control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        self.logs.append({k: v for k, v in (logs or {}).items() if isinstance(v, int | float)})
+
+    def _wait(self, control: Any) -> None:
+        do = self._channel.receive()["do"]
+        if do == "stop":
+            control.should_training_stop = True
+            return
+        if do == "profile":
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            activities += [torch.profiler.ProfilerActivity.CUDA] if self._device == "cuda" else []
+            self._profiler = torch.profiler.profile(activities=activities, record_shapes=True)
+            self._profiler.start()
+        self._clock = Clock(self._device)
+
+
+def side_classes(side: str) -> tuple[Any, Any]:
+    """`(DPOTrainer, DPOConfig)` of the side."""
+    module = importlib.import_module(MODULES[side])
+    return module.DPOTrainer, module.DPOConfig
+
+
+def config_of(side: str, config_class: Any, job: dict[str, Any]) -> Any:
+    """The same settings for both; a variant changes only what its name says."""
+    tuned: dict[str, Any] = {}
+    if job["variant"] == "tuned":
+        tuned["precompute_ref_log_probs"] = True
+        if side == "trl":
+            tuned["gradient_checkpointing"] = False
+    return config_class(
+        output_dir=job["output"],
+        per_device_train_batch_size=job["pairs"],
+        max_steps=job["steps"],
+        max_length=job["max_length"],
+        dataset_num_proc=job["num_proc"],
+        learning_rate=1e-6,
+        train_sampling_strategy="sequential",
+        use_cpu=job["device"] == "cpu",
+        dataloader_pin_memory=job["device"] != "cpu",
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+        seed=0,
+        **PRECISIONS[job["precision"]],
+        **tuned,
+        **job["extra"],
+    )
+
+
+def read_rows(job: dict[str, Any], path: str) -> Any:
+    return load_dataset("json", data_files=path, split="train")
+
+
+def train(channel: Channel, side: str, job: dict[str, Any]) -> None:
+    """Builds the trainer, answers with what that took, then trains under the gate."""
+    trainer_class, config_class = side_classes(side)
+    dataset = read_rows(job, job["rows"])
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    vocabulary = json.loads((Path(job["model"]) / "config.json").read_text())["vocab_size"]
+    gate = Gate(channel, job["device"], vocabulary)
+    args = config_of(side, config_class, {**job, "extra": {**job["extra"], "model_init_kwargs": {"dtype": "float32"}}})
+    before, clock = memory(), Clock(job["device"])
+    trainer = trainer_class(
+        model=job["model"], args=args, train_dataset=dataset, processing_class=tokenizer, callbacks=[gate]
+    )
+    built = clock.read()
+    counting = CountingCollator(trainer.data_collator, job["max_length"])
+    trainer.data_collator, gate.counts = counting, counting.counts
+    channel.send(built=built, memory_before=before, memory=memory(), threads=torch.get_num_threads())
+    channel.receive()
+    trainer.train()
+    channel.send(logs=gate.logs, memory=memory())
+
+
+def construct(side: str, job: dict[str, Any], rows: str, num_proc: int | None) -> tuple[dict[str, float], int]:
+    """What a constructor with these rows costs, and the rows that were left."""
+    trainer_class, config_class = side_classes(side)
+    dataset = read_rows(job, rows)
+    tokenizer = AutoTokenizer.from_pretrained(job["model"])
+    model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
+    args = config_of(side, config_class, {**job, "num_proc": num_proc})
+    clock = Clock(job["device"])
+    trainer = trainer_class(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
+    return clock.read(), len(trainer.train_dataset)
+
+
+def prepare(channel: Channel, side: str, job: dict[str, Any]) -> None:
+    """Times the constructor on many rows and, to subtract, on eight; a first, untimed one warms imports."""
+    construct(side, job, job["few_rows"], None)
+    many, kept = construct(side, job, job["rows"], job["num_proc"])
+    few, _ = construct(side, job, job["other_few_rows"], None)
+    channel.send(many=many, few=few, kept=kept, memory=memory())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("side", choices=sorted(MODULES))
+    side = parser.parse_args().side
+    channel = Channel()
+    job = channel.receive()
+    torch.set_num_threads(job["threads"])
+    {"train": train, "prepare": prepare}[job["do"]](channel, side, job)
+
+
+if __name__ == "__main__":
+    main()

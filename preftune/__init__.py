@@ -1,0 +1,116 @@
+"""Preference tuning of language models: SFT and DPO with a reference model that can move.
+
+Public names are imported on first use: `import preftune` alone loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from preftune.callbacks.bema import BEMACallback
+    from preftune.callbacks.handler import CallbackHandlerWithRefModel, RefModelCallbackHandler
+    from preftune.callbacks.progress import RichProgressCallback
+    from preftune.callbacks.sync_ref import SyncRefModelCallback
+    from preftune.configs.dpo import DPOConfig
+    from preftune.configs.model import ModelConfig, get_peft_config, get_quantization_config
+    from preftune.configs.script import DatasetMixtureConfig, ScriptArguments
+    from preftune.configs.sft import SFTConfig
+    from preftune.data.formats import (
+        extract_prompt,
+        is_conversational,
+        is_conversational_from_value,
+        maybe_convert_to_chatml,
+        maybe_extract_prompt,
+        maybe_unpair_preference_dataset,
+        unpair_preference_dataset,
+    )
+    from preftune.data.packing import pack_dataset
+    from preftune.data.templates import (
+        apply_chat_template,
+        clone_chat_template,
+        get_training_chat_template,
+        maybe_apply_chat_template,
+    )
+    from preftune.models.reference import create_reference_model
+    from preftune.trainers.dpo import DPOTrainer
+    from preftune.trainers.sft import SFTTrainer
+
+# Where each public name is defined. Type checkers need the imports above and a literal `__all__` as well; a test proves
+# that the three agree and that every name resolves.
+_NAMES_BY_MODULE = {
+    "callbacks.bema": ["BEMACallback"],
+    "callbacks.handler": ["CallbackHandlerWithRefModel", "RefModelCallbackHandler"],
+    "callbacks.progress": ["RichProgressCallback"],
+    "callbacks.sync_ref": ["SyncRefModelCallback"],
+    "configs.dpo": ["DPOConfig"],
+    "configs.model": ["ModelConfig", "get_peft_config", "get_quantization_config"],
+    "configs.script": ["DatasetMixtureConfig", "ScriptArguments"],
+    "configs.sft": ["SFTConfig"],
+    "data.formats": [
+        "extract_prompt",
+        "is_conversational",
+        "is_conversational_from_value",
+        "maybe_convert_to_chatml",
+        "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset",
+        "unpair_preference_dataset",
+    ],
+    "data.packing": ["pack_dataset"],
+    "data.templates": [
+        "apply_chat_template",
+        "clone_chat_template",
+        "get_training_chat_template",
+        "maybe_apply_chat_template",
+    ],
+    "models.reference": ["create_reference_model"],
+    "trainers.dpo": ["DPOTrainer"],
+    "trainers.sft": ["SFTTrainer"],
+}
+_MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+
+__all__ = [
+    "BEMACallback",
+    "CallbackHandlerWithRefModel",
+    "DPOConfig",
+    "DPOTrainer",
+    "DatasetMixtureConfig",
+    "ModelConfig",
+    "RefModelCallbackHandler",
+    "RichProgressCallback",
+    "SFTConfig",
+    "SFTTrainer",
+    "ScriptArguments",
+    "SyncRefModelCallback",
+    "__version__",
+    "apply_chat_template",
+    "clone_chat_template",
+    "create_reference_model",
+    "extract_prompt",
+    "get_peft_config",
+    "get_quantization_config",
+    "get_training_chat_template",
+    "is_conversational",
+    "is_conversational_from_value",
+    "maybe_apply_chat_template",
+    "maybe_convert_to_chatml",
+    "maybe_extract_prompt",
+    "maybe_unpair_preference_dataset",
+    "pack_dataset",
+    "unpair_preference_dataset",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'preftune' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"preftune.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

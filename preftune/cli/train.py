@@ -1,0 +1,193 @@
+"""Runs a training command: builds config, data and trainer from the parsed options, trains, saves, evaluates.
+
+Everything that can fail cheaply has its turn before the trainer loads the model.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from datasets import disable_progress_bars as disable_dataset_bars
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils.logging import disable_progress_bar as disable_model_bars
+
+from preftune.cli.commands import Command, load_object
+from preftune.cli.launch import already_launched, check_world_size
+from preftune.cli.load_data import load_splits
+from preftune.cli.parse import Parsed
+from preftune.cli.preflight import check_columns, check_writable
+from preftune.configs.base import BaseConfig
+from preftune.configs.model import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
+from preftune.configs.script import DatasetMixtureConfig, ScriptArguments
+from preftune.losses.importing import import_callable
+from preftune.losses.names import is_import_path
+
+MOST_PAIRS = 1000  # of the evaluation set; enough for an interval of three points
+
+
+def run(command: Command, parsed: Parsed) -> int:
+    """Train as the options say; returns the exit code.
+
+    Raises:
+        PreftuneError: An option, the data or the machine does not allow it.
+    """
+    script = ScriptArguments(**parsed.of("ScriptArguments"))
+    model = ModelConfig(**parsed.of("ModelConfig"))
+    mixture = DatasetMixtureConfig(**parsed.of("DatasetMixtureConfig"))
+    _warn_of_unused(model, parsed)
+    _choose_bars(script.progress)
+    args = build_args(command, parsed, model)
+    trainer = build_trainer(command, parsed, args, script, mixture, model)
+    pairs = {"before": score_pairs(command, trainer)}
+    result = trainer.train()
+    pairs["after"] = score_pairs(command, trainer)
+    report_pairs(trainer, pairs)
+    finish(trainer, args, result.metrics)
+    if already_launched(os.environ):
+        _leave_process_group()
+    return 0
+
+
+def build_args(command: Command, parsed: Parsed, model: ModelConfig) -> Any:
+    """The trainer's config, with what the model options say about loading.
+
+    Raises:
+        ConfigError: A contradiction, an unwritable output folder, or a process that would train alone.
+    """
+    path = str(command.config)
+    options = parsed.of(path.partition(":")[2])
+    options.setdefault("output_dir", f"{Path(str(model.model_name_or_path)).name}-{command.name.upper()}")
+    args = load_object(path)(**options)
+    check_writable(Path(args.output_dir), "output_dir")
+    check_world_size(os.environ, args.world_size)
+    args.model_init_kwargs = {**model_init_kwargs(model), **(args.model_init_kwargs or {})}
+    for name in options.get("loss_type") or []:
+        if is_import_path(name):
+            import_callable(name, option="loss_type")
+    return args
+
+
+def model_init_kwargs(model: ModelConfig) -> dict[str, Any]:
+    """What `from_pretrained` is to be told; `model_init_kwargs` of the config goes before it."""
+    kwargs: dict[str, Any] = {"revision": model.model_revision, "dtype": model.dtype}
+    if model.attn_implementation is not None:
+        kwargs["attn_implementation"] = model.attn_implementation
+    if model.load_in_4bit or model.load_in_8bit:
+        kwargs["device_map"] = get_kbit_device_map()
+    return kwargs
+
+
+def build_trainer(
+    command: Command,
+    parsed: Parsed,
+    args: Any,
+    script: ScriptArguments,
+    mixture: DatasetMixtureConfig,
+    model: ModelConfig,
+) -> Any:
+    """Load the data, then the trainer with its model."""
+    evaluate = args.eval_strategy != "no" or "dataset_test_split" in parsed.values
+    with args.main_process_first(desc="loading the dataset"):
+        splits = load_splits(script, mixture, evaluate=evaluate)
+    if splits.train.column_names is not None:
+        where = script.dataset_name or "the mixture of datasets"
+        check_columns(splits.train.column_names, args.columns, command.required, where)
+    options: dict[str, Any] = {
+        "model": model.model_name_or_path,
+        "args": args,
+        "train_dataset": splits.train,
+        "eval_dataset": splits.evaluation,
+        "peft_config": get_peft_config(model),
+        "callbacks": progress_callbacks(script.progress, args),
+    }
+    quantization = get_quantization_config(model)
+    if quantization is not None:
+        options["quantization_config"] = quantization
+    trainer = load_object(str(command.trainer))(**options)
+    if script.progress == "none":
+        trainer.remove_callback(PrinterCallback)
+    if script.ignore_bias_buffers:
+        buffers = [name for name, buffer in trainer.model.named_buffers() if str(buffer.dtype) == "torch.bool"]
+        trainer.model._ddp_params_and_buffers_to_ignore = buffers
+    return trainer
+
+
+def _choose_bars(progress: str) -> None:
+    """The bars of transformers and datasets are for terminals; in a log file each redraw would be a line."""
+    if progress in ("plain", "none") or not sys.stderr.isatty():
+        disable_model_bars()
+        disable_dataset_bars()
+
+
+def progress_callbacks(progress: str, args: BaseConfig) -> list[Any]:
+    """The callbacks that show progress; beside ours, transformers' bar stays off."""
+    if progress == "bar":
+        return []
+    args.disable_tqdm = True
+    if progress == "none":
+        return []
+    from rich.console import Console
+
+    from preftune.callbacks.progress import RichProgressCallback
+
+    return [RichProgressCallback(Console(force_interactive=False) if progress == "plain" else None)]
+
+
+def finish(trainer: Any, args: Any, metrics: dict[str, float]) -> None:
+    """Save the model and the metrics, evaluate where there is an evaluation set, and say where all is."""
+    trainer.save_model(args.output_dir)
+    trainer.save_state()
+    trainer.save_metrics("train", metrics)
+    if trainer.eval_dataset is not None:
+        measured = trainer.evaluate()
+        trainer.save_metrics("eval", measured)
+    if args.push_to_hub:
+        trainer.push_to_hub()
+    if trainer.is_world_process_zero():
+        print(f"The model and its metrics are in {args.output_dir}")
+
+
+def score_pairs(command: Command, trainer: Any) -> Any:
+    """Scores of the first held-out pairs under the policy as it is, or None where there are none to score."""
+    rows = trainer.eval_dataset
+    if not command.scores_pairs or not isinstance(rows, Dataset):
+        return None
+    return trainer.score_pairs(rows.select(range(min(len(rows), MOST_PAIRS))))
+
+
+def report_pairs(trainer: Any, pairs: dict[str, Any]) -> None:
+    """Print and save the pair accuracies before and after training."""
+    measured = {when: table for when, table in pairs.items() if table is not None}
+    if not measured or not trainer.is_world_process_zero():
+        return
+    figures = {}
+    for when, table in measured.items():
+        print(f"{when} training, {table}")
+        for form, share in (("summed", table.summed), ("per_token", table.per_token)):
+            figures |= {
+                f"{form}_{when}": share.value,
+                f"{form}_{when}_low": share.low,
+                f"{form}_{when}_high": share.high,
+            }
+    trainer.save_metrics("pair_accuracy", figures)
+
+
+def _leave_process_group() -> None:
+    """Without this torch warns, and some exits hang."""
+    import torch
+
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _warn_of_unused(model: ModelConfig, parsed: Parsed) -> None:
+    adapter = [
+        name for name in parsed.of("ModelConfig") if name.startswith("lora_") or name in ("use_dora", "use_rslora")
+    ]
+    if adapter and not model.use_peft:
+        warnings.warn(f"{', '.join(adapter)} without use_peft has no effect: all weights are trained.", stacklevel=2)

@@ -1,0 +1,71 @@
+"""Rows of ids to `PromptTree`s: what a trainer's dataloader hands to the loss.
+
+`row_lengths` comes first in a batch: its length is the number of rows, whatever the tree looks like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from numbers import Number
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preftune.data.formats import PAIR_IDS
+from preftune.data.supervised import UNSCORED
+from preftune.data.tree import build_tree
+
+Row = Mapping[str, Any]
+SUPERVISED_COLUMNS = ("input_ids", "labels", "seq_lengths")
+
+
+class PreferenceCollator:
+    """Pairs to a tree of two branches a prompt: chosen 0, rejected 0, chosen 1, rejected 1, ...
+
+    All branch tokens are scored. Columns of numbers (stored reference log-probabilities, weights) become float32
+    tensors `[rows]`; other columns are left out.
+    """
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        ids = [tuple(np.asarray(row[column], np.int64) for column in PAIR_IDS) for row in rows]
+        prompts = [prompt for prompt, _, _ in ids]
+        tree = build_tree(prompts, [(chosen, rejected) for _, chosen, rejected in ids])
+        lengths = torch.tensor([sum(map(len, parts)) for parts in ids])
+        return {"row_lengths": lengths, "tree": tree, **_numbers(rows, PAIR_IDS)}
+
+
+class SFTCollator:
+    """Supervised rows to a tree of one branch a document, after an empty prompt.
+
+    A packed row gives one document for each of its `seq_lengths`. A token is scored where its label is not -100, but
+    never the first of a document. Without labels every token counts. Columns of numbers become float32 tensors.
+    """
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        documents: list[np.ndarray] = []
+        masks: list[np.ndarray] = []
+        for row in rows:
+            ids = np.asarray(row["input_ids"], np.int64)
+            labels = row.get("labels")
+            scored = np.ones(len(ids), bool) if labels is None else np.asarray(labels, np.int64) != UNSCORED
+            ends = np.cumsum(row.get("seq_lengths") or [len(ids)])
+            if ends[-1] != len(ids):
+                raise ValueError(f"seq_lengths sum to {ends[-1]}, and the packed row has {len(ids)} tokens")
+            documents.extend(np.split(ids, ends[:-1]))
+            masks.extend(np.split(scored, ends[:-1]))
+        tree = build_tree([()] * len(documents), [[document] for document in documents], [[mask] for mask in masks])
+        lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+        return {"row_lengths": lengths, "tree": tree, **_numbers(rows, SUPERVISED_COLUMNS)}
+
+
+def _numbers(rows: Sequence[Row], used: Sequence[str]) -> dict[str, Tensor]:
+    """The columns of numbers that every row has, besides those `used`."""
+    first = rows[0]
+    names = [name for name, value in first.items() if name not in used and isinstance(value, (Number, Tensor))]
+    return {
+        name: torch.tensor([float(row[name]) for row in rows], dtype=torch.float32)
+        for name in names
+        if all(row.get(name) is not None for row in rows)
+    }

@@ -1,0 +1,117 @@
+"""Builds `PromptTree`s: prompts and their branches in one padding-free row.
+
+Nothing here knows an algorithm: SFT gives one branch a prompt, DPO two, GRPO G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from preftune.types import PromptTree
+
+Ids = Sequence[int]
+
+
+def build_tree(
+    prompts: Sequence[Ids], branches: Sequence[Sequence[Ids]], masks: Sequence[Sequence[Ids]] | None = None
+) -> PromptTree:
+    """Lays out prompts and branches as one flat tree.
+
+    Args:
+        prompts: P lists of token ids; an empty one is allowed.
+        branches: P lists of branches, each a list of token ids; all branches of prompt p follow prompt p.
+        masks: Like `branches`, 1 for tokens to score and 0 for the others; None scores every branch token. The first
+            token of a branch whose prompt is empty is never scored, whatever its mask.
+
+    Raises:
+        ValueError: no branch at all, or lengths of `prompts`, `branches` and `masks` that do not match.
+
+    One fact to check: prompt [1, 2] with branches [3, 4] and [5] has position ids 0 1 2 3 2, targets 3 4 5, and both 3
+    and 5 are predicted at flat index 1.
+    """
+    if len(prompts) != len(branches) or not any(len(b) for b in branches):
+        raise ValueError(f"got {len(prompts)} prompts and {len(branches)} branch lists; wanted one non-empty list a prompt")
+    ids, positions, predict, target, owner, layout = [], [], [], [], [], []
+    start = branch = 0
+    for p, prompt in enumerate(prompts):
+        n = len(prompt)
+        prompt_end = start + n - 1
+        ids.append(np.asarray(prompt, np.int64))
+        positions.append(np.arange(n))
+        start += n
+        for b, completion in enumerate(branches[p]):
+            m = len(completion)
+            ids.append(np.asarray(completion, np.int64))
+            positions.append(np.arange(n, n + m))
+            flat = np.arange(start, start + m)
+            previous = flat - 1
+            if m:
+                previous[0] = prompt_end
+            keep = np.ones(m, bool) if masks is None else np.asarray(masks[p][b], bool)
+            if len(keep) != m:
+                raise ValueError(f"prompt {p}, branch {b}: {m} tokens but {len(keep)} mask values")
+            if n == 0 and m:
+                keep = keep.copy()
+                keep[0] = False
+            predict.append(previous[keep])
+            target.append(flat[keep])
+            owner.append(np.full(int(keep.sum()), branch))
+            start += m
+            branch += 1
+        layout.append((n, tuple(len(c) for c in branches[p])))
+
+    def tensor(parts: list[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+    return PromptTree(tuple(layout), tensor(ids), tensor(positions), tensor(predict), tensor(target), tensor(owner))
+
+
+def select_prompts(tree: PromptTree, chosen: Sequence[int]) -> PromptTree:
+    """The tree of the prompts `chosen` (numbers 0..P-1, in the given order) with all their branches.
+
+    Branches are renumbered from 0. Scores of a selection equal the same entries of the scores of the whole tree.
+    """
+    lengths = [n + sum(branches) for n, branches in tree.layout]
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    first_branch = np.concatenate([[0], np.cumsum([len(b) for _, b in tree.layout])])
+    target, owner = tree.target_index, tree.branch_index
+    parts: dict[str, list[torch.Tensor]] = {k: [] for k in ("ids", "pos", "predict", "target", "owner")}
+    flat = branch = 0
+    for p in chosen:
+        lo, hi = int(starts[p]), int(starts[p + 1])
+        t_lo, t_hi = torch.searchsorted(target, torch.tensor([lo, hi], device=target.device)).tolist()
+        parts["ids"].append(tree.input_ids[lo:hi])
+        parts["pos"].append(tree.position_ids[lo:hi])
+        parts["predict"].append(tree.predict_index[t_lo:t_hi] + (flat - lo))
+        parts["target"].append(target[t_lo:t_hi] + (flat - lo))
+        parts["owner"].append(owner[t_lo:t_hi] + (branch - int(first_branch[p])))
+        flat += hi - lo
+        branch += len(tree.layout[p][1])
+    cat = {k: torch.cat(v) for k, v in parts.items()}
+    layout = tuple(tree.layout[p] for p in chosen)
+    return PromptTree(layout, cat["ids"], cat["pos"], cat["predict"], cat["target"], cat["owner"])
+
+
+def split_by_tokens(tree: PromptTree, max_tokens: int | None) -> list[list[int]]:
+    """Deals prompts, longest first, into groups of at most `max_tokens` flat tokens each.
+
+    A prompt longer than the budget gets a group of its own. None: one group with all prompts in order. Each group keeps
+    the original order of its prompts.
+    """
+    lengths = [n + sum(branches) for n, branches in tree.layout]
+    if max_tokens is None or sum(lengths) <= max_tokens:
+        return [list(range(len(lengths)))]
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for p in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        best = min((g for g in range(len(groups)) if room[g] >= lengths[p]), key=lambda g: room[g], default=None)
+        if best is None:
+            groups.append([p])
+            room.append(max_tokens - lengths[p])
+        else:
+            groups[best].append(p)
+            room[best] -= lengths[p]
+    return [sorted(g) for g in groups]

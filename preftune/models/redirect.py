@@ -1,0 +1,78 @@
+"""For the time of one model call, lets a head answer with scores and switches off what the family does to logits.
+
+Everything is restored on exit, also after an error; a deep copy made meanwhile is an ordinary model of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from preftune.models.structure import PostHeadField, is_plain_linear
+
+
+class Redirect:
+    """Stands in for a head's `forward`; `answer(redirect, hidden)` is what the model then takes for logits.
+
+    Attributes:
+        original: The forward that stood there, for heads that are more than a linear layer.
+        is_linear: The head is a bare `nn.Linear`, whose weight may be used directly.
+        calls: How often the model has called its head.
+    """
+
+    def __init__(self, module: nn.Module, answer: Callable[[Redirect, Tensor], Tensor]) -> None:
+        current = module.__dict__.get("forward")
+        nested = isinstance(current, Redirect)
+        self.module = module
+        self.answer = answer
+        self.original: Callable[[Tensor], Tensor] = current.original if nested else module.forward
+        self.is_linear: bool = current.is_linear if nested else is_plain_linear(module)
+        self.calls = 0
+
+    def __call__(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
+        self.calls += 1
+        return self.answer(self, hidden)
+
+    def __deepcopy__(self, memo: dict) -> Any:
+        if isinstance(self.original, MethodType) and self.original.__self__ is self.module:
+            return MethodType(type(self.module).forward, memo[id(self.module)])
+        return copy.deepcopy(self.original, memo)
+
+
+@contextmanager
+def redirected(module: nn.Module, answer: Callable[[Redirect, Tensor], Tensor]) -> Iterator[Redirect]:
+    """Replaces `module.forward` (the instance attribute, so hooks around the call stay) until exit."""
+    redirect = Redirect(module, answer)
+    before = module.__dict__.get("forward")
+    module.forward = redirect
+    try:
+        yield redirect
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before
+
+
+@contextmanager
+def restored(fields: Sequence[PostHeadField]) -> Iterator[Callable[[], None]]:
+    """Yields a function that sets each field to its neutral value; on exit all have their values back.
+
+    The head calls it when it answers, so that during the layers before it the model is as it always is.
+    """
+    before = [(field.owner, field.name, getattr(field.owner, field.name)) for field in fields]  # noqa: B009
+
+    def neutralise() -> None:
+        for field in fields:
+            setattr(field.owner, field.name, field.neutral)
+
+    try:
+        yield neutralise
+    finally:
+        for owner, name, value in before:
+            setattr(owner, name, value)

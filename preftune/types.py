@@ -1,0 +1,141 @@
+"""The records that travel between data, models, losses and trainers.
+
+Axes, as suffixes of tensor names: B branches (sequences), P prompts, G samples of a prompt, N flat tokens of a tree,
+T scored tokens, V vocabulary. Log-probabilities are natural logarithms in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class PromptTree:
+    """The token ids of a micro-batch: every prompt once, its branches right after it, no padding.
+
+    Flat order: prompt 0, its branches in order, prompt 1, its branches, ... A branch is a completion; scored tokens
+    are those of branches whose mask is 1. The first token of a branch is predicted by the last token of its prompt;
+    with an empty prompt nothing predicts it and it is never scored.
+
+    Attributes:
+        layout: One `(prompt_length, (branch_length, ...))` per prompt. Plain integers, so that laying out attention
+            costs no device synchronisation. `sum` over all lengths is N.
+        input_ids: `[N]` token ids.
+        position_ids: `[N]` logical positions: 0.. in the prompt; each branch goes on at `prompt_length`.
+        predict_index: `[T]` flat index of the token whose hidden state predicts scored token t.
+        target_index: `[T]` flat index of scored token t itself; `input_ids[target_index]` are the targets.
+        branch_index: `[T]` number (0..B-1) of the branch of scored token t; non-decreasing.
+    """
+
+    layout: tuple[tuple[int, tuple[int, ...]], ...]
+    input_ids: Tensor
+    position_ids: Tensor
+    predict_index: Tensor
+    target_index: Tensor
+    branch_index: Tensor
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.layout)
+
+    @property
+    def num_branches(self) -> int:
+        return sum(len(branches) for _, branches in self.layout)
+
+    @property
+    def num_tokens(self) -> int:
+        """N, tokens really forwarded: the shared prompt counts once."""
+        return self.input_ids.shape[0]
+
+    @property
+    def target_ids(self) -> Tensor:
+        """`[T]` ids of the scored tokens."""
+        return self.input_ids[self.target_index]
+
+    def to(self, device: Any, non_blocking: bool = False) -> PromptTree:
+        moved = {
+            f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self) if f.name != "layout"
+        }
+        return PromptTree(layout=self.layout, **moved)
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """What the model says of every scored token of a tree, in the order of `PromptTree.target_index`.
+
+    Attributes:
+        logps: `[T]` log-probability of the token, float32, with gradient where the caller asked for one.
+        branch_index: `[T]` the branch of each token.
+        num_branches: B.
+        entropy: `[T]` Shannon entropy of the predicting distribution in nats, or None if not asked for.
+        mean_logits: `[T]` mean over the vocabulary of the logits, or None.
+        is_top1: `[T]` 1.0 where the token is the (first) argmax, else 0.0, or None.
+        log_sum_sq_probs: `[T]` log of the sum over the vocabulary of squared probabilities, or None.
+        aux_loss: Scalar load-balancing loss of a mixture-of-experts model, or None.
+    """
+
+    logps: Tensor
+    branch_index: Tensor
+    num_branches: int
+    entropy: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+    def branch_sum(self, values_T: Tensor) -> Tensor:
+        """`[B]` sums of a per-token quantity over the scored tokens of each branch (0 where there are none)."""
+        return values_T.new_zeros(self.num_branches).index_add(0, self.branch_index, values_T)
+
+    @property
+    def branch_logps(self) -> Tensor:
+        """`[B]` log-probability of each branch given its prompt: the sum over its scored tokens."""
+        return self.branch_sum(self.logps)
+
+    @property
+    def branch_lengths(self) -> Tensor:
+        """`[B]` number of scored tokens, as float32."""
+        import torch
+
+        return self.branch_sum(torch.ones_like(self.logps, dtype=torch.float32, requires_grad=False))
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """Sequence scores of preference pairs under one model; all tensors `[B]`, one entry a pair.
+
+    Attributes:
+        chosen_logps: Summed log-probability of the chosen completion (tail weighted by `ld_alpha` where set).
+        rejected_logps: The same for the rejected one.
+        chosen_lengths: Scored tokens of the chosen completion, at least 1.
+        rejected_lengths: Scored tokens of the rejected completion, at least 1.
+        chosen_nll: Minus the plain sum of the chosen token log-probabilities (no `ld_alpha`).
+        mean_chosen_length: Scalar: scored chosen tokens per pair over the whole optimizer step (all micro-batches and
+            ranks), so that `chosen_nll / mean_chosen_length`, averaged over pairs, is the token mean.
+    """
+
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_lengths: Tensor
+    rejected_lengths: Tensor
+    chosen_nll: Tensor
+    mean_chosen_length: Tensor
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A loss and what to log of it.
+
+    Attributes:
+        loss: `[B]` losses per row (pair, sequence or token, as the family says), not reduced: the trainer divides the
+            sum by the true number of rows of the optimizer step over all micro-batches and ranks.
+        metrics: Values per row, `[B]`, logged as means over all rows.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)

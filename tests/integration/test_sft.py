@@ -1,0 +1,136 @@
+"""SFT from rows to weights: which tokens are trained, packing that hides documents from each other, honest means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+
+from preftune import SFTConfig, SFTTrainer
+from preftune.errors import ConfigError, DataFormatError
+from tests.support.runs import logged, options
+
+
+def build(tmp_path, model, tokenizer, rows, **changes):
+    extra = {
+        k: changes.pop(k) for k in ("eval_dataset", "compute_metrics", "preprocess_logits_for_metrics") if k in changes
+    }
+    return SFTTrainer(
+        model=model,
+        args=SFTConfig(**options(tmp_path, **changes)),
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        **extra,
+    )
+
+
+def slow_nll(model, ids: list[int], keep: list[bool]) -> list[float]:
+    """-log p of the kept tokens, one ordinary forward in float64."""
+    logps = model.double()(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return [-logps[i - 1, t].item() for i, t in enumerate(ids) if keep[i] and i > 0]
+
+
+def test_loss_is_the_token_mean_of_completions(tmp_path, tiny_model, tokenizer, sft_rows):
+    rows = sft_rows["prompt_completion"][:3]
+    trainer = build(tmp_path, tiny_model(), tokenizer, rows, max_steps=1, per_device_train_batch_size=3)
+    trainer.train()
+    model, values = tiny_model().eval(), []
+    for row in rows:
+        prompt = tokenizer(row["prompt"], add_special_tokens=False)["input_ids"]
+        answer = tokenizer(row["completion"], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        values += slow_nll(model, prompt + answer, [False] * len(prompt) + [True] * len(answer))
+    assert logged(trainer, "loss") == [pytest.approx(sum(values) / len(values), rel=1e-5)]
+
+
+def test_packing_changes_nothing_but_the_rows(tmp_path, tiny_model, tokenizer):
+    """R064: one packed row of two documents has the loss of two rows; no token crosses the border."""
+    rows = [{"input_ids": [7, 8, 9]}, {"input_ids": [10, 11, 12, 13]}]
+    plain = build(tmp_path, tiny_model(), tokenizer, rows, max_steps=1)
+    packed = build(tmp_path, tiny_model(), tokenizer, rows, max_steps=1, packing=True, max_length=8)
+    assert len(packed.train_dataset) == 1
+    plain.train()
+    packed.train()
+    values = slow_nll(tiny_model().eval(), [7, 8, 9], [True] * 3) + slow_nll(
+        tiny_model().eval(), [10, 11, 12, 13], [True] * 4
+    )
+    assert len(values) == 5
+    for trainer in (plain, packed):
+        assert logged(trainer, "loss") == [pytest.approx(sum(values) / 5, rel=1e-5)]
+    for a, b in zip(plain.model.parameters(), packed.model.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_assistant_turns_only(tmp_path, tiny_model, tokenizer, sft_rows):
+    trainer = build(tmp_path, tiny_model(), tokenizer, sft_rows["messages"], assistant_only_loss=True)
+    row, source = trainer.train_dataset[0], sft_rows["messages"][0]["messages"]
+    kept = tokenizer.decode([i for i, label in zip(row["input_ids"], row["labels"], strict=True) if label != -100])
+    assert kept == source[1]["content"] + "<|im_end|>"
+
+
+def test_labels_given_are_used(tmp_path, tiny_model, tokenizer):
+    rows = [{"input_ids": [7, 8, 9, 10], "labels": [-100, -100, 9, -100]}]
+    trainer = build(tmp_path, tiny_model(), tokenizer, rows, max_steps=1, per_device_train_batch_size=1)
+    trainer.train()
+    expected = slow_nll(tiny_model().eval(), [7, 8, 9, 10], [False, False, True, False])
+    assert logged(trainer, "loss") == [pytest.approx(expected[0], rel=1e-5)]
+
+
+def test_dft_value(tmp_path, tiny_model, tokenizer):
+    """mean of p * -log p with p = exp(-nll)."""
+    rows = [{"input_ids": [7, 8, 9, 10]}]
+    trainer = build(
+        tmp_path, tiny_model(), tokenizer, rows, max_steps=1, loss_type="dft", per_device_train_batch_size=1
+    )
+    trainer.train()
+    nll = torch.tensor(slow_nll(tiny_model().eval(), [7, 8, 9, 10], [True] * 4))
+    assert logged(trainer, "loss") == [pytest.approx((nll * (-nll).exp()).mean().item(), rel=1e-5)]
+
+
+def test_best_model_by_a_metric_of_the_trainer(tmp_path, tiny_model, tokenizer, sft_rows):
+    """R037: metric_for_best_model finds what evaluate() returns."""
+    trainer = build(
+        tmp_path, tiny_model(), tokenizer, sft_rows["text"], eval_dataset=Dataset.from_list(sft_rows["text"]),
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, save_total_limit=1,
+        metric_for_best_model="eval_mean_token_accuracy", greater_is_better=True, load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_metric is not None
+    assert trainer.state.best_model_checkpoint.startswith(str(tmp_path / "checkpoint-"))
+
+
+def test_compute_metrics_gets_logits_and_labels(tmp_path, tiny_model, tokenizer, sft_rows):
+    """R085: reduced predictions have shape (rows, width); accuracy over the labels."""
+    seen = {}
+
+    def accuracy(prediction):
+        seen["shape"] = prediction.predictions.shape
+        keep = prediction.label_ids != -100
+        return {"acc": float((prediction.predictions == prediction.label_ids)[keep].mean())}
+
+    trainer = build(
+        tmp_path, tiny_model(), tokenizer, sft_rows["text"], eval_dataset=Dataset.from_list(sft_rows["text"][:4]),
+        compute_metrics=accuracy, preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )  # fmt: skip
+    metrics = trainer.evaluate()
+    assert len(seen["shape"]) == 2 and seen["shape"][0] == 4
+    assert 0 <= metrics["eval_acc"] <= 1 and "eval_loss" in metrics
+
+
+@pytest.mark.parametrize(
+    "changes,error,words",
+    [
+        ({"assistant_only_loss": True}, ConfigError, "messages|conversation"),
+        ({"completion_only_loss": True}, ConfigError, "prompt.*completion"),
+        ({"eos_token": "<nope>"}, ConfigError, "<nope>"),
+        ({"loss_type": "nlll"}, ConfigError, "nll"),
+        ({"packing": True, "packing_strategy": "bdf"}, ConfigError, "bfd"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, tiny_model, tokenizer, sft_rows, changes, error, words):
+    with pytest.raises(error, match=words):
+        build(tmp_path, tiny_model(), tokenizer, sft_rows["text"], **changes)
+
+
+def test_a_template_without_marks_is_named(tmp_path, tiny_model, make_tokenizer, sft_rows):
+    with pytest.raises((ConfigError, DataFormatError), match="generation"):
+        build(tmp_path, tiny_model(), make_tokenizer("no_markers"), sft_rows["messages"], assistant_only_loss=True)

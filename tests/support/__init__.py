@@ -1,0 +1,1 @@
+"""What tests share that is not a fixture: tiny models, a tokenizer, rows of data, the network guard."""

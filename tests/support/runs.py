@@ -1,0 +1,78 @@
+"""Whole training runs for tests: options, digests, and a child process that dies at a chosen point.
+
+`digest` covers everything that moves, so that two runs are equal or not, never nearly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+def options(output_dir: Any, **changes: Any) -> dict[str, Any]:
+    """Arguments of a config for a short run in float32 on the CPU that logs every step and reports nowhere."""
+    return {
+        "output_dir": str(output_dir),
+        "per_device_train_batch_size": 2,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "seed": 0,
+    } | changes
+
+
+def _feed(sha: Any, value: Any) -> None:
+    if isinstance(value, torch.Tensor):
+        sha.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.ndim else b"")
+        sha.update(repr(value.item()).encode() if value.ndim == 0 else b"")
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            sha.update(str(key).encode())
+            _feed(sha, value[key])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _feed(sha, item)
+    else:
+        sha.update(repr(value).encode())
+
+
+def digest(trainer: Any) -> str:
+    """sha256 of weights (all adapters), optimizer, scheduler, reference and averages."""
+    sha = hashlib.sha256()
+    _feed(sha, trainer.model.state_dict())
+    _feed(sha, trainer.optimizer.state_dict()["state"])
+    _feed(sha, trainer.lr_scheduler.state_dict())
+    _feed(sha, trainer._moving_state())
+    return sha.hexdigest()
+
+
+def logged(trainer: Any, key: str) -> list[float]:
+    """All values logged under a name, in order."""
+    return [entry[key] for entry in trainer.state.log_history if key in entry]
+
+
+def killed(run: Callable[[], None]) -> int:
+    """Runs in a forked child that must kill itself with SIGKILL (no `finally` runs); returns the signal that ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            run()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
