@@ -1,6 +1,6 @@
 # Every target makes its own environment in .venv the first time; it is renewed when the two files below change.
 #   make demo                    the whole road on a tiny model, about two minutes on two cores
-#   make test                    all tests but the slow ones
+#   make test                    style, types, and all tests but the slow ones
 #   make test ARGS="-k packing"  more arguments for pytest, the demo or the benchmark
 #   make PYTHON=python3.12 PIP_ARGS="--index-url ..."   another interpreter, another package index
 
@@ -38,7 +38,7 @@ venv install: $(READY)
 demo: $(READY)
 	$(BIN)/preftune demo $(ARGS)
 
-test: $(READY)
+test: lint types
 	$(PYTEST) -m "not slow" -n $(WORKERS) --dist loadgroup $(ARGS)
 
 unit: $(READY)

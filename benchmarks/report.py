@@ -26,7 +26,7 @@ WANTED_SPEED = {
 }
 WANTED_MEMORY, WANTED_MEMORY_WIDE, WANTED_ROWS = (0.7, 0.5), (0.5, 0.3), (3.0, 8.0)
 WANTED_START = {"import the package": 0.1, "--help": 0.3, "dpo --help": 1.5}
-NOISY = 0.1
+NOISY, ENOUGH_STEPS = 0.1, 10
 
 INTRODUCTION = """\
 # preftune beside TRL: measured
@@ -85,7 +85,7 @@ def speed_section(runs: dict[str, Any]) -> str:
                 figure_of_ratio(wall, "of_medians"),
                 figure_of_ratio(wall, "per_step"),
                 figure_of_ratio(f.get("cpu_ratio"), "of_medians"),
-                verdict(wall["of_medians"], wanted) if wall else "-",
+                verdict(wall["of_medians"], wanted) if wall and steps >= ENOUGH_STEPS else "-",
             ]
         )
         throughput += [throughput_row(run, side, s) for side, s in f["sides"].items()]

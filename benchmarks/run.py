@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -122,6 +123,8 @@ def measure(args: argparse.Namespace, setup: Setup, results: Results) -> None:
 
 
 def main() -> int:
+    # A run that is told to stop leaves no worker and no scratch folder behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args = parse(sys.argv[1:])
     args.cache = args.cache.resolve()
     args.cache.mkdir(parents=True, exist_ok=True)

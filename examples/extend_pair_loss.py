@@ -25,6 +25,7 @@ class SimPOConfig(DPOConfig):
 class SimPOTrainer(DPOTrainer):
     """Loss: -log sigmoid(beta/|c| log p(c) - beta/|r| log p(r) - gamma)."""
 
+    args: SimPOConfig
     config_class = SimPOConfig
     name = "SimPO"
     needs_reference = False  # the loss compares with nothing; no second model is held

@@ -22,6 +22,8 @@ from rich.file_proxy import FileProxy
 from rich.live import Live
 
 _active: weakref.WeakSet[LiveDisplay] = weakref.WeakSet()
+# The last proxies taken down. `print` borrows sys.stdout without owning it, so they outlive the write that ends them.
+_retired: list[_Above] = []
 
 
 def can_animate(console: Console, *, given: bool) -> bool:
@@ -52,6 +54,7 @@ class LiveDisplay:
         self._owner_thread = threading.get_ident()
         self._owner_code: CodeType | None = None
         self._streams: tuple[TextIO, TextIO] = (sys.stdout, sys.stderr)
+        self._proxies: list[_Above] = []
         self._handlers: list[tuple[logging.StreamHandler, TextIO]] = []
 
     def start(self) -> None:
@@ -70,9 +73,8 @@ class LiveDisplay:
             self._done.set()
         _active.discard(self)
         try:
-            for stream in (sys.stdout, sys.stderr):
-                if isinstance(stream, _Above):
-                    stream.flush()  # the start of a line that nobody has ended yet
+            for proxy in self._proxies:
+                proxy.flush()  # the start of a line that nobody has ended yet
             self._live.stop()
         finally:
             self._restore_streams()
@@ -97,10 +99,10 @@ class LiveDisplay:
     def _redirect_streams(self) -> None:
         """Logging handlers made before the display hold the bare streams, and would write into the panel."""
         console = self._live.console
-        proxies = [_Above(console, stream, self) for stream in self._streams]
-        sys.stdout, sys.stderr = (cast("TextIO", proxy) for proxy in proxies)
+        self._proxies = [_Above(console, stream, self) for stream in self._streams]
+        sys.stdout, sys.stderr = (cast("TextIO", proxy) for proxy in self._proxies)
         for handler in _stream_handlers():
-            for original, proxy in zip(self._streams, proxies, strict=True):
+            for original, proxy in zip(self._streams, self._proxies, strict=True):
                 if handler.stream is original:
                     handler.setStream(proxy)
                     self._handlers.append((handler, original))
@@ -108,10 +110,10 @@ class LiveDisplay:
 
     def _restore_streams(self) -> None:
         """Only what still is as we set it: who replaced a stream meanwhile keeps theirs."""
-        if isinstance(sys.stdout, _Above):
-            sys.stdout = self._streams[0]
-        if isinstance(sys.stderr, _Above):
-            sys.stderr = self._streams[1]
+        _retired[:] = self._proxies
+        for name, original, proxy in zip(("stdout", "stderr"), self._streams, self._proxies, strict=True):
+            if vars(sys)[name] is proxy:
+                setattr(sys, name, original)
         for handler, original in self._handlers:
             handler.setStream(original)
         self._handlers = []
@@ -160,7 +162,7 @@ def _stream_handlers() -> Iterator[logging.StreamHandler]:
 
 
 def _code_that_fired_the_event() -> CodeType | None:
-    """The outermost method of the Trainer on the stack: `train`, `evaluate` or `predict`. Without one, who called us."""
+    """The outermost method of the Trainer on the stack: `train`, `evaluate` or `predict`; without one, our caller."""
     frame = sys._getframe(1)
     outermost = caller = None
     while frame is not None:

@@ -21,8 +21,9 @@ from preftune.callbacks.formatting import clean, format_count, format_duration, 
 from preftune.callbacks.metric_board import MetricBoard
 
 DRIFT = "reference/drift"
-LAST_SYNC = "reference/last_sync_step"
-SHOWN_ELSEWHERE = frozenset({"epoch", "step", "num_tokens", "total_flos", DRIFT, LAST_SYNC})
+MOVES = "reference/moves"
+LAST_MOVE = "reference/last_move_step"
+SHOWN_ELSEWHERE = frozenset({"epoch", "step", "num_tokens", "total_flos", DRIFT, MOVES, LAST_MOVE})
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,9 @@ class RunView:
     epoch: float | None = None
     num_tokens: float | None = None
     tokens_per_second: float | None = None
-    drift: Any = None
-    last_sync: Any = None
+    drift: float | None = None
+    moves: float | None = None
+    last_move: float | None = None
     memory: str = ""
     board: MetricBoard = field(default_factory=MetricBoard)
 
@@ -159,12 +161,14 @@ def _facts(view: RunView, ascii_only: bool) -> Text | None:
 
 
 def _reference(view: RunView, ascii_only: bool) -> Text | None:
-    """Only for a reference that moves: a fixed one logs neither value."""
+    """Only for a reference that moves: a fixed one logs none of this."""
     facts = []
     if view.drift is not None:
-        facts.append(Text.assemble("drift ", (format_value(view.drift, ascii_only=ascii_only), "bold")))
-    if view.last_sync is not None:
-        facts.append(Text.assemble("last sync at step ", (format_value(view.last_sync, ascii_only=ascii_only), "bold")))
+        facts.append(Text.assemble("drift ", (f"{view.drift:.4g}", "bold")))
+    if view.moves is not None:
+        facts.append(Text.assemble("synced ", (f"{view.moves:.0f}", "bold"), " times"))
+    if view.last_move is not None:
+        facts.append(Text.assemble("last sync at step ", (f"{view.last_move:.0f}", "bold")))
     line = _joined(facts, ascii_only)
     return line and Text.assemble(("reference  ", "yellow"), line)
 

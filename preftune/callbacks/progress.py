@@ -22,7 +22,7 @@ from transformers.trainer_utils import has_length
 
 from preftune.callbacks.formatting import as_number, format_count
 from preftune.callbacks.live import LiveDisplay, can_animate
-from preftune.callbacks.panel import DRIFT, LAST_SYNC, SHOWN_ELSEWHERE, Bar, RunView, plain_line, render
+from preftune.callbacks.panel import DRIFT, LAST_MOVE, MOVES, SHOWN_ELSEWHERE, Bar, RunView, plain_line, render
 from preftune.callbacks.throughput import Throughput
 
 
@@ -168,8 +168,9 @@ class RichProgressCallback(TrainerCallback):
             self._view,
             board=self._view.board.with_logs({k: v for k, v in logs.items() if k not in SHOWN_ELSEWHERE}),
             epoch=as_number(logs.get("epoch", self._view.epoch)),
-            drift=logs.get(DRIFT, self._view.drift),
-            last_sync=logs.get(LAST_SYNC, self._view.last_sync),
+            drift=as_number(logs.get(DRIFT, self._view.drift)),
+            moves=as_number(logs.get(MOVES, self._view.moves)),
+            last_move=as_number(logs.get(LAST_MOVE, self._view.last_move)),
         )
         if self._display is None or not self._display.is_alive():
             line = plain_line(self._view, logs, ascii_only=self.console.options.ascii_only)

@@ -6,6 +6,7 @@ habits (reverse the word, or copy or shuffle it) and preferences teach it which 
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import time
@@ -170,6 +171,19 @@ def run(
     _print_table(rows, len(held_out))
     print(f"model: {out / 'model'}   logs: {out / 'dpo' / 'logs'}   {time.perf_counter() - start:.0f} s", flush=True)
     return {name: {"before": b, "after": a} for name, b, a in rows}
+
+
+def main(words: list[str]) -> int:
+    """The command: `preftune demo [--output_dir FOLDER] [--seed N]`."""
+    parser = argparse.ArgumentParser(prog="preftune demo", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output_dir", default="demo-output", help="where models and logs go (demo-output)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and order (0)")
+    options = parser.parse_args(words)
+    import torch
+
+    torch.set_num_threads(1)  # a model of 108k parameters gains nothing from more, and loses much on a busy machine
+    run(options.output_dir, seed=options.seed)
+    return 0
 
 
 def _print_table(rows: list[tuple[str, Any, Any]], n: int) -> None:

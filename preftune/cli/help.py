@@ -9,8 +9,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Mapping
 
-from preftune.cli.options import Option
-from preftune.cli.parse import GENERAL
+from preftune.cli.options import GENERAL, Option
 from preftune.errors import ConfigError
 
 TITLES = {

@@ -17,6 +17,13 @@ from typing import Any
 
 from preftune.configs.fields import choices_of, kinds_of
 
+# Options of every command that belong to no config class.
+GENERAL = {
+    "config": "A YAML file with options, written name: value. The command line beats it.",
+    "traceback": "Show the Python traceback of an error (also: PREFTUNE_TRACEBACK=1).",
+    "help": "Show this text; with a word, only the options that have it in their name or text.",
+}
+
 
 @dataclass(frozen=True)
 class Option:

@@ -11,16 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from preftune.cli.options import Option, by_name, options_of
+from preftune.cli.options import GENERAL, Option, by_name, options_of
 from preftune.cli.values import from_words, from_yaml
 from preftune.configs.fields import did_you_mean
 from preftune.errors import ConfigError
-
-GENERAL = {
-    "config": "A YAML file with options, written name: value. The command line beats it.",
-    "traceback": "Show the Python traceback of an error (also: PREFTUNE_TRACEBACK=1).",
-    "help": "Show this text; with a word, only the options that have it in their name or text.",
-}
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,13 @@ def run(command: Command, parsed: Parsed) -> int:
     trainer = build_trainer(command, parsed, args, script, mixture, model)
     pairs = {"before": score_pairs(command, trainer)}
     result = trainer.train()
+    save(trainer, args, result.metrics)  # before anything else can fail
     pairs["after"] = score_pairs(command, trainer)
     report_pairs(trainer, pairs)
-    finish(trainer, args, result.metrics)
+    if trainer.eval_dataset is not None:
+        trainer.save_metrics("eval", trainer.evaluate())
+    if trainer.is_world_process_zero():
+        print(f"The model and its metrics are in {args.output_dir}")
     if already_launched(os.environ):
         _leave_process_group()
     return 0
@@ -66,7 +70,8 @@ def build_args(command: Command, parsed: Parsed, model: ModelConfig) -> Any:
     check_writable(Path(args.output_dir), "output_dir")
     check_world_size(os.environ, args.world_size)
     args.model_init_kwargs = {**model_init_kwargs(model), **(args.model_init_kwargs or {})}
-    for name in options.get("loss_type") or []:
+    losses = options.get("loss_type", [])
+    for name in [losses] if isinstance(losses, str) else losses:
         if is_import_path(name):
             import_callable(name, option="loss_type")
     return args
@@ -98,7 +103,7 @@ def build_trainer(
         where = script.dataset_name or "the mixture of datasets"
         check_columns(splits.train.column_names, args.columns, command.required, where)
     options: dict[str, Any] = {
-        "model": model.model_name_or_path,
+        "model": os.path.expanduser(str(model.model_name_or_path)),
         "args": args,
         "train_dataset": splits.train,
         "eval_dataset": splits.evaluation,
@@ -138,18 +143,13 @@ def progress_callbacks(progress: str, args: BaseConfig) -> list[Any]:
     return [RichProgressCallback(Console(force_interactive=False) if progress == "plain" else None)]
 
 
-def finish(trainer: Any, args: Any, metrics: dict[str, float]) -> None:
-    """Save the model and the metrics, evaluate where there is an evaluation set, and say where all is."""
+def save(trainer: Any, args: Any, metrics: dict[str, float]) -> None:
+    """The model, the state and the metrics of training; to the hub too where asked."""
     trainer.save_model(args.output_dir)
     trainer.save_state()
     trainer.save_metrics("train", metrics)
-    if trainer.eval_dataset is not None:
-        measured = trainer.evaluate()
-        trainer.save_metrics("eval", measured)
     if args.push_to_hub:
         trainer.push_to_hub()
-    if trainer.is_world_process_zero():
-        print(f"The model and its metrics are in {args.output_dir}")
 
 
 def score_pairs(command: Command, trainer: Any) -> Any:

@@ -65,7 +65,8 @@ def _from_word(word: str, option: Option) -> Any:
         if number is not None:
             return number
     if option.takes("dict", "list") and word[:1] in "{[":
-        return _from_json(word, option)
+        value = _from_json(word, option)
+        return value if option.takes("dict") or isinstance(value, list) else [value]
     if option.takes("dict") and _is_pair(word) and not (option.takes("str") and "/" in word.partition("=")[0]):
         return _from_pairs([word], option)
     if option.takes("str", "any"):

@@ -77,8 +77,8 @@ def check_plain(dataset: Any, name: str) -> None:
     if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
         raise DataFormatError(
             f"the {name} dataset makes its rows on the fly (Dataset.with_transform() or set_transform()), which cannot "
-            "be prepared once and cached. Apply the function with dataset.map(), or, if the rows are trainer-ready, say "
-            "so: dataset_kwargs={'skip_prepare_dataset': True}."
+            "be prepared once and cached. Apply the function with dataset.map(), or, where the rows are trainer-ready, "
+            "set dataset_kwargs={'skip_prepare_dataset': True}."
         )
 
 

@@ -79,8 +79,8 @@ class TextEncoder:
         """
         if self.eos is None:
             raise ConfigError(
-                f"the tokenizer ({type(self.tokenizer).__name__} {self.tokenizer.name_or_path!r}) has no EOS token to end "
-                "plain text with. Set tokenizer.eos_token (or eos_token of the config) to a token of its vocabulary."
+                f"the tokenizer ({type(self.tokenizer).__name__} {self.tokenizer.name_or_path!r}) has no EOS token, "
+                "and plain text ends with one. Set tokenizer.eos_token (or the option eos_token) to one of its tokens."
             )
         return ids if text.rstrip().endswith(self._end_texts) else [*ids, self.eos]
 

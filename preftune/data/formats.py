@@ -178,20 +178,13 @@ def read_preference_row(
     prompt = _side(row["prompt"], number, "prompt") if row.get("prompt") is not None else None
     if isinstance(prompt, list):
         chosen, rejected = _as_turns(chosen), _as_turns(rejected)
-    if isinstance(chosen, str) != isinstance(rejected, str):
-        raise bad_value(number, "rejected", row["rejected"], f"the form of 'chosen', {type(chosen).__name__}")
-    if isinstance(chosen, str):
-        outcome = _empty_text(chosen) or _empty_text(rejected)
-        if outcome is None and prompt is None:
-            prompt, chosen, rejected = extract_prompt({"chosen": chosen, "rejected": rejected}, special_tokens).values()
-            outcome = _empty_text(chosen) or _empty_text(rejected) if chosen != rejected else None
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        pair = _pair_of_texts(prompt, chosen, rejected, special_tokens)
+    elif isinstance(chosen, list) and isinstance(rejected, list):
+        pair = _pair_of_messages(row, number, prompt, chosen, rejected)
     else:
-        prompt, chosen, rejected, outcome = _pair_of_messages(row, number, prompt, chosen, rejected)
-    if outcome is None and chosen == rejected:
-        outcome = Outcome.IDENTICAL
-    if outcome is not None:
-        return outcome
-    return PreferenceRow(prompt, chosen, rejected, *_template_options(row, number))
+        raise bad_value(number, "rejected", row["rejected"], f"the form of 'chosen', {type(chosen).__name__}")
+    return pair if isinstance(pair, Outcome) else PreferenceRow(*pair, *_template_options(row, number))
 
 
 def read_supervised_row(
@@ -220,11 +213,22 @@ def read_supervised_row(
     return SupervisedRow(prompt, completion, *_template_options(row, number))
 
 
+def _pair_of_texts(
+    prompt: Any, chosen: str, rejected: str, special_tokens: Collection[str]
+) -> tuple[Any, str, str] | Outcome:
+    if chosen == rejected:
+        return Outcome.IDENTICAL
+    if prompt is None and chosen and rejected:
+        pair = extract_prompt({"chosen": chosen, "rejected": rejected}, special_tokens)
+        prompt, chosen, rejected = pair["prompt"], pair["chosen"], pair["rejected"]
+    return (prompt, chosen, rejected) if chosen.strip() and rejected.strip() else Outcome.EMPTY_ANSWER
+
+
 def _pair_of_messages(
     row: Mapping[str, Any], number: int, prompt: Any, chosen: Turns, rejected: Turns
-) -> tuple[Any, Turns, Turns, Outcome | None]:
+) -> tuple[Turns, Turns, Turns] | Outcome:
     if not chosen or not rejected:
-        return prompt, chosen, rejected, Outcome.EMPTY_ANSWER
+        return Outcome.EMPTY_ANSWER
     answers_only = chosen[0]["role"] not in ("user", "system") and rejected[0]["role"] not in ("user", "system")
     if prompt is None and answers_only:
         column = next((c for c in ("conversations", "messages") if row.get(c) is not None), None)
@@ -233,15 +237,14 @@ def _pair_of_messages(
         prompt = [{"role": "user", "content": prompt}] if answers_only else None
     if isinstance(prompt, list) and prompt and chosen[: len(prompt)] == rejected[: len(prompt)] == prompt:
         prompt = None  # both sides repeat it, as whole conversations do
-    if prompt is None:
-        prompt, chosen, rejected = extract_prompt({"chosen": chosen, "rejected": rejected}).values()
     if chosen == rejected:
-        outcome = Outcome.IDENTICAL
-    elif says_nothing(chosen) or says_nothing(rejected):
-        outcome = Outcome.EMPTY_ANSWER
-    else:
-        outcome = None if prompt else Outcome.NO_PROMPT
-    return prompt, chosen, rejected, outcome
+        return Outcome.IDENTICAL
+    if prompt is None:
+        pair = extract_prompt({"chosen": chosen, "rejected": rejected})
+        prompt, chosen, rejected = pair["prompt"], pair["chosen"], pair["rejected"]
+    if says_nothing(chosen) or says_nothing(rejected):
+        return Outcome.EMPTY_ANSWER
+    return (prompt, chosen, rejected) if prompt else Outcome.NO_PROMPT
 
 
 def _side(value: Any, number: int, column: str) -> str | Turns:
@@ -250,10 +253,6 @@ def _side(value: Any, number: int, column: str) -> str | Turns:
 
 def _as_turns(answer: str | Turns) -> Turns:
     return [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-
-
-def _empty_text(text: str) -> Outcome | None:
-    return None if text.strip() else Outcome.EMPTY_ANSWER
 
 
 def _has_messages(row: Mapping[str, Any]) -> bool:

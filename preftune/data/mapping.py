@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value, is_caching_enabled
-from datasets.config import HF_DATASETS_CACHE
+from datasets import config as datasets_config
 
 from preftune.data.columns import column_names
 from preftune.data.report import NOTES, DataReport, Outcome
@@ -190,7 +190,7 @@ def cache_file(dataset: Dataset, fingerprint: str) -> str | None:
     if not is_caching_enabled():
         return None
     beside = [Path(file["filename"]).parent for file in dataset.cache_files[:1]]
-    for folder in (*beside, Path(HF_DATASETS_CACHE) / "preftune"):
+    for folder in (*beside, Path(datasets_config.HF_DATASETS_CACHE) / "preftune"):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError:

@@ -143,7 +143,8 @@ def row_lengths(rows: Dataset) -> np.ndarray:
                 f"column {column!r} holds {kind}, and packing joins lists of tokens. Remove the column before packing."
             )
     found: dict[str, list[np.ndarray]] = {column: [] for column in columns}
-    for table in rows.iter(LENGTH_ROWS):
+    for start in range(0, len(rows), LENGTH_ROWS):
+        table: Any = rows[start : start + LENGTH_ROWS]
         for column in columns:
             found[column].extend(np.diff(chunk.offsets.to_numpy()) for chunk in table.column(column).chunks)
     lengths = {column: np.concatenate(parts) if parts else np.zeros(0, np.int64) for column, parts in found.items()}

@@ -12,7 +12,7 @@ import torch
 
 from preftune.types import PromptTree
 
-Ids = Sequence[int]
+Ids = Sequence[int] | np.ndarray
 
 
 def build_tree(
@@ -33,7 +33,9 @@ def build_tree(
     and 5 are predicted at flat index 1.
     """
     if len(prompts) != len(branches) or not any(len(b) for b in branches):
-        raise ValueError(f"got {len(prompts)} prompts and {len(branches)} branch lists; wanted one non-empty list a prompt")
+        raise ValueError(
+            f"got {len(prompts)} prompts and {len(branches)} branch lists; wanted one non-empty list a prompt"
+        )
     ids, positions, predict, target, owner, layout = [], [], [], [], [], []
     start = branch = 0
     for p, prompt in enumerate(prompts):

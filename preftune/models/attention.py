@@ -59,7 +59,7 @@ AttentionInterface.register(TREE_ATTENTION, tree_attention)
 
 
 class _Switched(str):
-    """The name of an attention function that is on for a while; a copy or pickle gets the name that was there before."""
+    """The name of an attention function that is on for a while; a copy or pickle gets the name from before."""
 
     before: str | None
 
@@ -83,27 +83,30 @@ def _same(value: Any) -> Any:
 
 
 @contextmanager
-def attention_function(model: nn.Module, name: str) -> Iterator[None]:
-    """Makes every attention layer of `model` call the registered function `name` until exit; nests; always restores."""
+def attention_function(model: nn.Module, name: str | None) -> Iterator[None]:
+    """Makes every attention layer of `model` call the registered function `name` until exit; nests; always restores.
+
+    None gives back, for the time of the block, what stood there before any such block.
+    """
     changed = []
     try:
         for config in attention_configs(model):
             current = config._attn_implementation_internal
             before = current.before if isinstance(current, _Switched) else current
             changed.append((config, current))
-            config._attn_implementation_internal = _Switched(name, before)
+            config._attn_implementation_internal = before if name is None else _Switched(name, before)
         yield
     finally:
         for config, current in reversed(changed):
             config._attn_implementation_internal = current
 
 
-def is_active(model: nn.Module, name: str) -> bool:
-    """True where `attention_function(model, name)` is the innermost block that holds the model."""
-    return all(
-        isinstance(c._attn_implementation_internal, _Switched) and c._attn_implementation_internal == name
-        for c in attention_configs(model)
-    )
+def is_active(model: nn.Module, layout: Layout) -> bool:
+    """True where the model's attention is already what `scoring(model, layout)` would make it."""
+    current = [config._attn_implementation_internal for config in attention_configs(model)]
+    if layout == "padded":
+        return not any(isinstance(name, _Switched) for name in current)
+    return all(isinstance(name, _Switched) and name == TREE_ATTENTION for name in current)
 
 
 @contextmanager
@@ -111,10 +114,8 @@ def scoring(model: nn.Module, layout: Layout) -> Iterator[None]:
     """Holds the attention function of `layout` on the model, for a forward and its backward.
 
     With gradient checkpointing the backward runs the layers again: leave the block only after it. Inside it the model
-    cannot be called without a tree (`generate`, plain forwards); outside it nothing is changed. `padded` changes nothing.
+    cannot be called without a tree (`generate`, plain forwards); outside it nothing is changed. For `padded` the
+    model's own attention function stays.
     """
-    if layout == "padded":
-        yield
-        return
-    with attention_function(model, TREE_ATTENTION):
+    with attention_function(model, TREE_ATTENTION if layout == "tree" else None):
         yield

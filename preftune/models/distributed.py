@@ -166,15 +166,24 @@ def prepare_frozen(module: nn.Module, accelerator: Any) -> nn.Module:
 def _prepare_deepspeed(module: nn.Module, accelerator: Any) -> nn.Module:
     import deepspeed  # pyright: ignore[reportMissingImports]
 
-    config = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
+    config = _without_auto(accelerator.state.deepspeed_plugin.deepspeed_config)
     zero = config["zero_optimization"]
     zero["stage"] = 3 if zero["stage"] == 3 else 0
     # a small parameter that is kept whole would not notice that its shard has moved
     zero["stage3_param_persistence_threshold"] = 0
     zero.pop("offload_optimizer", None)
-    for key in ("optimizer", "scheduler"):
+    for key in ("optimizer", "scheduler", "train_batch_size", "gradient_accumulation_steps"):
         config.pop(key, None)
+    config["train_micro_batch_size_per_gpu"] = 1  # asked for, and without meaning for a module that is only read
     return deepspeed.initialize(model=module, config=config)[0]
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the values that transformers fills in only when training starts."""
+    kept = {key: value for key, value in config.items() if value != "auto"}
+    return {
+        key: _without_auto(value) if isinstance(value, Mapping) else copy.copy(value) for key, value in kept.items()
+    }
 
 
 __all__ = [

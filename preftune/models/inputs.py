@@ -68,7 +68,7 @@ def pooling_inputs(tree: PromptTree, layout: Layout, pad_token_id: int | None) -
 
 
 def every_position(tree: PromptTree, layout: Layout) -> ModelInputs:
-    """Inputs of `layout` with every flat token of interest; a prompt's tokens are read in the row of its first branch."""
+    """Inputs of `layout` with all flat tokens of interest; a prompt's are read in the row of its first branch."""
     if layout == "tree":
         return ModelInputs(
             _tree_keywords(tree), None, torch.arange(tree.num_tokens, device=tree.input_ids.device), tree.num_tokens

@@ -1,6 +1,6 @@
-"""Three ways to compute attention over a prompt tree: CPU flash kernels, SDPA, and plain matrices for soft-caps and sinks.
+"""Three ways to compute attention over a prompt tree: CPU flash kernels, SDPA, plain matrices for soft-caps and sinks.
 
-All give the same numbers; each splits the flat tokens into the fewest segments and never fills a full-size zero gradient.
+All give the same numbers; each cuts the flat tokens into few segments and never fills a full-size zero gradient.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class _CpuTreeAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, query, key, value, table, scale, dtype):  # noqa: ANN001
+    def forward(ctx: Any, query, key, value, table, scale, dtype):
         q, k, v = _grouped(query, key, value)
         out, lse = _buffer(q), q.new_empty(q.shape[:3])
         for group in table.groups:
@@ -118,7 +118,7 @@ class _CpuTreeAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad):  # noqa: ANN001
+    def backward(ctx: Any, grad):
         query, key, value, result, lse = ctx.saved_tensors
         q, k, v = _grouped(query, key, value)
         (g, _, _), (out, _, _) = (
@@ -165,7 +165,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor,
 
 
 def _buffer(like: Tensor) -> Tensor:
-    """An empty `[G, K, T, D]` whose memory is `[T, K, G, D]`: what linear layers around attention read without a copy."""
+    """An empty `[G, K, T, D]` whose memory is `[T, K, G, D]`, as linear layers read it without a copy."""
     shared, kv_heads, tokens, width = like.shape
     return like.new_empty(tokens, kv_heads, shared, width).permute(2, 1, 0, 3)
 
@@ -181,7 +181,7 @@ def _ungrouped(x: Tensor) -> Tensor:
 def sdpa_attention(
     query: Tensor, key: Tensor, value: Tensor, table: TreeTable, scale: float, *, window: int | None, dropout: float
 ) -> Tensor:
-    """`[1, N, H, D]` by `scaled_dot_product_attention`, one call a segment. On GPU its numbers are tested nowhere yet."""
+    """`[1, N, H, D]` by `scaled_dot_product_attention`, one call a segment; not tested on GPU yet."""
     repeats = query.shape[1] // key.shape[1]
     outs = []
     for q, k, v in _pieces(query, key, value, table):
@@ -214,7 +214,7 @@ def eager_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """`[1, N, H, D]` with the weights of a segment as a matrix. A sink is a logit that takes weight and gives nothing."""
+    """`[1, N, H, D]` with weights as matrices. A sink is a logit that takes weight and gives nothing."""
     repeats = query.shape[1] // key.shape[1]
     outs = []
     for q, k, v in _pieces(query, key, value, table):

@@ -8,19 +8,22 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import is_peft_available
 
 from preftune.errors import ConfigError
+from preftune.models.structure import router_coefficient, text_config
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from torch import nn
+    from transformers import PreTrainedModel
 
 
-def model_name(model: str | nn.Module) -> str:
+def model_name(model: str | PreTrainedModel) -> str:
     """The name under which a model was loaded, or the name of its class."""
     if isinstance(model, str):
         return model
@@ -96,7 +99,7 @@ def load_processing_class(
     return processing_class
 
 
-def eos_token_ids(model: str | nn.Module) -> tuple[int, ...]:
+def eos_token_ids(model: str | PreTrainedModel) -> tuple[int, ...]:
     """Every id that ends a text for this model, from its generation config; () where it has none.
 
     A tokenizer knows one such id; chat models often have several.
@@ -176,8 +179,30 @@ def wrap_peft(model: nn.Module, peft_config: Any, *, seed: int, gradient_checkpo
             torch.manual_seed(seed)
             model = get_peft_model(model, copy.deepcopy(peft_config))
     if gradient_checkpointing and is_peft_model(model):
-        model.enable_input_require_grads()
+        cast("PeftModel", model).enable_input_require_grads()
     return model
+
+
+def enable_router_loss(model: nn.Module, coefficient: float | None) -> float:
+    """The weight of the load-balancing loss to train with, 0 for none; the model is told to compute it.
+
+    Args:
+        coefficient: None takes the model's own.
+
+    Raises:
+        ConfigError: a weight for a model without a mixture of experts.
+    """
+    own = router_coefficient(model)
+    if own is None:
+        if coefficient:
+            raise ConfigError(
+                f"router_aux_loss_coef={coefficient}, but {type(model).__name__} has no experts to balance. Leave it out."
+            )
+        return 0.0
+    coefficient = own if coefficient is None else coefficient
+    if coefficient:
+        vars(text_config(model))["output_router_logits"] = True
+    return coefficient
 
 
 def disable_dropout(model: nn.Module) -> None:
@@ -192,4 +217,4 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
         elif isinstance(module.__dict__.get("attention_dropout"), float):
-            module.attention_dropout = 0.0
+            vars(module)["attention_dropout"] = 0.0

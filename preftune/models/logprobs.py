@@ -11,14 +11,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from preftune.errors import ConfigError
 from preftune.models import structure
-from preftune.models.attention import TREE_ATTENTION, Layout, is_active, scoring
-from preftune.models.head import OUTPUTS, HeadOptions, generic_scores, linear_scores, logit_scores
+from preftune.models.attention import Layout, is_active, scoring
+from preftune.models.head import OUTPUTS, HeadOptions, LogitTransform, generic_scores, linear_scores
 from preftune.models.inputs import ModelInputs, pooling_inputs, scoring_inputs
-from preftune.models.probe import LayoutChoice, choose_layout, head_plan
+from preftune.models.probe import HeadPlan, LayoutChoice, choose_layout, head_plan
 from preftune.models.redirect import Redirect, redirected, restored
 from preftune.types import PromptTree, TokenScores
 
@@ -43,45 +44,61 @@ def token_scores(
 
     Raises:
         ConfigError: an unknown output, or a temperature that is not positive.
+        RuntimeError: gradient checkpointing is on, and `scoring` is not held.
     """
-    unknown = set(outputs) - set(OUTPUTS)
-    if unknown or not temperature > 0:
+    if set(outputs) - set(OUTPUTS) or not temperature > 0:
         raise ConfigError(
             f"token_scores got outputs {sorted(outputs)} and temperature {temperature}; "
             f"outputs are among {', '.join(OUTPUTS)}, and the temperature is above 0"
         )
     plan = head_plan(model)
     names = tuple(name for name in OUTPUTS if name in outputs)
-    options = HeadOptions(names, replace(plan.transform, temperature=temperature))
     inputs = scoring_inputs(tree, layout)
-    head = structure.output_head(model)
-    if plan.full_logits or head is None:
-        output = _call(model, inputs, layout, ExitStack())
-        plain = replace(options, transform=replace(plan.transform, scale=1.0, softcap=None, temperature=temperature))
-        packed = logit_scores(inputs.pick(output.logits), tree.target_ids, plain)
+    if plan.full_logits:
+        options = HeadOptions(names, LogitTransform(temperature=temperature))
+        packed, aux_loss = _from_logits(model, tree, inputs, layout, options)
     else:
-        targets = tree.target_ids
-        with ExitStack() as stack:
-            neutralise = stack.enter_context(restored(plan.neutralised))
-
-            def answer(redirect: Redirect, states: Tensor) -> Tensor:
-                neutralise()
-                hidden = inputs.pick(states)
-                if redirect.is_linear:
-                    weight, bias = redirect.module.weight, redirect.module.bias
-                    return linear_scores(hidden, weight, bias, targets, options)[None]  # pyright: ignore
-                return generic_scores(redirect.original, hidden, targets, options)[None]
-
-            stack.enter_context(redirected(head, answer))
-            output = _call(model, inputs, layout, stack)
-        packed = output.logits[0]
+        options = HeadOptions(names, replace(plan.transform, temperature=temperature))
+        packed, aux_loss = _from_head(model, tree, inputs, layout, options, plan)
     columns = packed.unbind(1)
     extra = {name: column.detach() for name, column in zip(names, columns[1:], strict=True)}
-    return TokenScores(columns[0], tree.branch_index, tree.num_branches, aux_loss=output.get("aux_loss"), **extra)
+    return TokenScores(columns[0], tree.branch_index, tree.num_branches, aux_loss=aux_loss, **extra)
 
 
-def branch_values(model: nn.Module, tree: PromptTree, *, layout: Layout) -> Tensor:
-    """`[B]` float32 value of each branch from a scalar head (a sequence classification model with one label).
+def _from_head(
+    model: nn.Module, tree: PromptTree, inputs: ModelInputs, layout: Layout, options: HeadOptions, plan: HeadPlan
+) -> tuple[Tensor, Tensor | None]:
+    head = structure.output_head(model)
+    assert head is not None, "a plan without full logits has a head"
+    targets, vocabulary = tree.target_ids, structure.vocabulary_size(model)
+    with restored(model, plan.neutralised) as neutralise:
+
+        def answer(redirect: Redirect, states: Tensor) -> Tensor:
+            neutralise()
+            hidden = inputs.pick(states)
+            if redirect.is_linear:
+                weight, bias = redirect.module.weight, redirect.module.bias
+                packed = linear_scores(hidden, weight, bias, targets, options)  # pyright: ignore
+            else:
+                packed = generic_scores(redirect.original, hidden, targets, vocabulary, options)
+            return _split(packed)[None]
+
+        with redirected(head, answer):
+            output = _call(model, inputs, layout)
+    return _join(output.logits[0]), output.get("aux_loss")
+
+
+def _from_logits(
+    model: nn.Module, tree: PromptTree, inputs: ModelInputs, layout: Layout, options: HeadOptions
+) -> tuple[Tensor, Tensor | None]:
+    output = _call(model, inputs, layout)
+    logits = inputs.pick(output.logits)
+    packed = generic_scores(lambda z: z, logits, tree.target_ids, logits.shape[-1], options)
+    return packed, output.get("aux_loss")
+
+
+def branch_values(model: nn.Module, tree: PromptTree, *, layout: Layout) -> Float[Tensor, " B"]:
+    """Float32 value of each branch from a scalar head (a sequence classification model with one label).
 
     Read at the last token of prompt + branch that is not the padding token, as `ForSequenceClassification` does.
 
@@ -94,26 +111,26 @@ def branch_values(model: nn.Module, tree: PromptTree, *, layout: Layout) -> Tens
             f"{type(structure.unwrap(model)).__name__} has no scalar head; "
             "load a reward model with AutoModelForSequenceClassification and num_labels=1"
         )
-    inputs = pooling_inputs(tree, layout, structure.pad_token_id(model))
+    pad = structure.pad_token_id(model)
+    inputs = pooling_inputs(tree, layout, pad)
     rows = inputs.keywords["input_ids"].shape[0]
 
     def answer(redirect: Redirect, states: Tensor) -> Tensor:
-        values = redirect.original(inputs.pick(states)).float()
-        # The model now picks one position of each row, which one does not matter: every one holds the answer.
-        spread = values.view(1, 1, -1) if layout == "tree" else values.view(rows, 1, 1)
-        return spread.expand(rows, states.shape[1], -1)
+        values = _split(redirect.original(inputs.pick(states)).float())
+        # The model now picks one position of each row; which one does not matter, every one holds the answer.
+        return values.reshape(rows, 1, -1).expand(rows, states.shape[1], -1)
 
     with ExitStack() as stack:
-        if structure.pad_token_id(model) is None:
+        if pad is None:
             stack.enter_context(structure.pad_token(model, 0))
         stack.enter_context(redirected(head, answer))
-        output = _call(model, inputs, layout, stack)
-    return output.logits.reshape(-1)
+        output = _call(model, inputs, layout)
+    return _join(output.logits.reshape(tree.num_branches, -1)).squeeze(1)
 
 
-def _call(model: nn.Module, inputs: ModelInputs, layout: Layout, stack: ExitStack) -> Any:
-    with stack:
-        if layout == "tree" and not is_active(model, TREE_ATTENTION):
+def _call(model: nn.Module, inputs: ModelInputs, layout: Layout) -> Any:
+    with ExitStack() as stack:
+        if not is_active(model, layout):
             if torch.is_grad_enabled() and structure.recomputes(model):
                 raise RuntimeError(
                     "gradient checkpointing runs layers again in backward: hold `scoring(model, layout)` around "
@@ -121,3 +138,19 @@ def _call(model: nn.Module, inputs: ModelInputs, layout: Layout, stack: ExitStac
                 )
             stack.enter_context(scoring(model, layout))
         return model(**inputs.keywords)
+
+
+def _split(values: Float[Tensor, "T k"]) -> Float[Tensor, "T three_k"]:
+    """Three columns a value that survive a cast to bfloat16 or float16 on the way out of a wrapped model.
+
+    FSDP2 as accelerate sets it up casts every output of the model; the second and third column hold what that loses.
+    """
+    rest = values.detach()
+    first = rest.bfloat16().float()
+    second = (rest - first).bfloat16().float()
+    return torch.cat([values + (first - rest), second, rest - first - second], dim=1)
+
+
+def _join(columns: Tensor) -> Float[Tensor, "T k"]:
+    first, second, third = columns.float().chunk(3, dim=1)
+    return first + second.detach() + third.detach()

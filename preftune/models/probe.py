@@ -1,4 +1,4 @@
-"""Finds out, once per model and by numbers, whether it can take the tree layout and what it does to logits after its head.
+"""Finds out, once per model and by numbers, whether it can take the tree layout, and what follows its head.
 
 Runs on a few tokens, in eval mode and without gradients; leaves modes and random state as found.
 """
@@ -6,7 +6,7 @@ Runs on a few tokens, in eval mode and without gradients; leaves modes and rando
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,21 +14,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from preftune.data.tree import build_tree
 from preftune.errors import ConfigError
 from preftune.models import structure
-from preftune.models.attention import Layout, attention_function, scoring
+from preftune.models.attention import Layout, scoring
 from preftune.models.head import LogitTransform
+from preftune.models.audit import mask_obstacle
 from preftune.models.inputs import ModelInputs, every_position, scoring_inputs
 from preftune.models.redirect import Redirect, redirected, restored
 from preftune.models.structure import PostHeadField, PostHeadKind
 from preftune.types import PromptTree
 
-_AUDIT = "preftune_audit"
 # Relative change of a hidden state that counts as none: rounding of a deep model, by dtype.
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 3e-4}
 _TOLERANCE_LOW = 6e-2
@@ -123,7 +120,7 @@ def structure_obstacle(model: nn.Module) -> str | None:
 def _numeric_obstacle(model: nn.Module) -> str | None:
     with _quietly(model):
         try:
-            return _mask_obstacle(model) or _tree_obstacle(model)
+            return mask_obstacle(model) or _tree_obstacle(model)
         except _CANNOT as error:
             return f"calling it with a prompt tree fails ({type(error).__name__}: {str(error)[:200]})"
 
@@ -192,94 +189,6 @@ def _hidden_states(model: nn.Module, tree: PromptTree, layout: Layout) -> Tensor
     return inputs.pick(caught[0] if caught else output.logits)
 
 
-# --- the masks --------------------------------------------------------------------------------------------------------
-
-# What an attention function may be given beside q, k, v and mask without a change of who sees whom.
-_HARMLESS = {
-    *("dropout", "scaling", "sliding_window", "softcap", "s_aux", "position_ids", "cache_position", "use_cache"),
-    *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "deterministic", "is_causal"),
-    *("labels", "past_key_values", "cache", "logits_to_keep", "position_embeddings"),
-}
-
-
-class _Audit:
-    """Compares the mask the model makes for each attention layer with the window it hands to the attention function."""
-
-    def __init__(self) -> None:
-        self.rules: dict[int, tuple[Tensor, Callable]] = {}
-        self.calls = 0
-        self.obstacle: str | None = None
-
-    def make_mask(self, *args: Any, **keywords: Any) -> Tensor | None:
-        keywords["allow_is_causal_skip"] = False
-        mask = sdpa_mask(*args, **keywords)
-        if mask is not None:
-            self.rules[id(mask)] = (mask, keywords["mask_function"])
-        return mask
-
-    def attend(self, module: nn.Module, query, key, value, attention_mask, **keywords: Any) -> Any:  # noqa: ANN001
-        self.calls += 1
-        self.obstacle = self.obstacle or self._check(attention_mask, keywords)
-        known = {k: v for k, v in keywords.items() if k in ("dropout", "scaling")}
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **known)
-
-    def _check(self, mask: Tensor | None, keywords: dict[str, Any]) -> str | None:
-        odd = sorted(k for k, v in keywords.items() if v is not None and k not in _HARMLESS)
-        if odd or keywords.get("is_causal") is False:
-            return f"its attention also depends on {', '.join(odd) or 'is_causal=False'}"
-        window = keywords.get("sliding_window")
-        if mask is None:
-            return None if window is None else "it has a sliding window but makes no mask for it"
-        rule = self.rules.get(id(mask), (None, None))[1]
-        if rule is None or not _is_causal_window(rule, window, mask.device):
-            return f"its mask is not causal with the window it names ({window}): chunked or other attention"
-        return None
-
-
-def _is_causal_window(rule: Callable, window: int | None, device: torch.device) -> bool:
-    """Evaluates a mask rule far beyond any sequence: windows and chunks of any size show."""
-    near = {w for w in (1, 2, 64, 1000, window or 7) for w in (w - 1, w, w + 1)}
-    q = torch.tensor(sorted({*near, 4095, 4096, 4097, 8191, 8192, 16384, 10**5, 10**6}), device=device)
-    back = torch.tensor(sorted({*near, 0, 4095, 4096, 8192, 10**5}), device=device)
-    q, back = q[:, None], back[None, :]
-    k = (q - back).clamp_min(0)
-    k = torch.cat([k, q + 1], dim=1)
-    expected = (k <= q) & (q - k < (window or 2**62))
-    zero = torch.zeros((), dtype=torch.long, device=device)
-    seen = rule(zero, zero, q, k)
-    return torch.equal(torch.as_tensor(seen, device=device).expand_as(expected), expected)
-
-
-_audits: list[_Audit] = []
-
-
-def _audit_attention(*args: Any, **keywords: Any) -> Any:
-    return _audits[-1].attend(*args, **keywords)
-
-
-def _audit_mask(*args: Any, **keywords: Any) -> Tensor | None:
-    return _audits[-1].make_mask(*args, **keywords)
-
-
-AttentionInterface.register(_AUDIT, _audit_attention)
-AttentionMaskInterface.register(_AUDIT, _audit_mask)
-
-
-def _mask_obstacle(model: nn.Module) -> str | None:
-    """Windows and chunks are longer than a probe, so masks are compared as rules, not by their effect."""
-    audit = _Audit()
-    tree = build_tree([[0, 0]], [[[0, 0]]]).to(structure.input_device(model))
-    _audits.append(audit)
-    try:
-        with attention_function(model, _AUDIT):
-            model(input_ids=tree.input_ids[None], use_cache=False)
-    finally:
-        _audits.remove(audit)
-    if not audit.calls:
-        return "its attention layers do not call the function set on its config"
-    return audit.obstacle
-
-
 # --- the head ---------------------------------------------------------------------------------------------------------
 
 
@@ -314,15 +223,18 @@ def _find_head_plan(model: nn.Module) -> HeadPlan:
     )
 
 
-def _choices(fields: list[PostHeadField]) -> Iterator[tuple[tuple[PostHeadField, PostHeadKind], ...]]:
-    single = [(field, kind) for field in fields for kind in field.kinds]
+_Use = tuple[PostHeadField, PostHeadKind]
+
+
+def _choices(fields: list[PostHeadField]) -> Iterator[tuple[_Use, ...]]:
+    single: list[_Use] = [(field, kind) for field in fields for kind in field.kinds]
     yield from ((one,) for one in single)
     for a, b in itertools.permutations(single, 2):
         if a[1] != "softcap" and b[1] == "softcap":
             yield (a, b)
 
 
-def _transform(chosen: tuple[tuple[PostHeadField, PostHeadKind], ...]) -> LogitTransform:
+def _transform(chosen: tuple[_Use, ...]) -> LogitTransform:
     scale, softcap = 1.0, None
     for field, kind in chosen:
         if kind == "softcap":
@@ -338,7 +250,7 @@ def _after_head(
     """Known logits that the head is made to return, and what the model makes of them."""
     given: list[Tensor] = []
 
-    with restored(neutralised) as neutralise:
+    with restored(model, neutralised) as neutralise:
 
         def answer(redirect: Redirect, states: Tensor) -> Tensor:
             neutralise()
@@ -363,14 +275,19 @@ def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
 
 @contextmanager
 def _quietly(model: nn.Module) -> Iterator[None]:
-    """Eval mode, no gradients, no autocast; training flags and the global random state are put back."""
+    """Eval mode, plain attention, no gradients, no autocast; modes and the global random state are put back."""
     flags = [(module, module.training) for module in model.modules()]
     device = structure.input_device(model)
     devices = [device] if device.type == "cuda" else []
     try:
         for module, _ in flags:
             module.training = False
-        with torch.random.fork_rng(devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        with (
+            scoring(model, "padded"),
+            torch.random.fork_rng(devices),
+            torch.no_grad(),
+            torch.autocast(device.type, enabled=False),
+        ):
             yield
     finally:
         for module, training in flags:

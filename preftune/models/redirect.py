@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from preftune.models.structure import PostHeadField, is_plain_linear
+from preftune.models.structure import PostHeadField, is_plain_linear, post_head_owner
 
 
 class Redirect:
@@ -60,16 +60,17 @@ def redirected(module: nn.Module, answer: Callable[[Redirect, Tensor], Tensor]) 
 
 
 @contextmanager
-def restored(fields: Sequence[PostHeadField]) -> Iterator[Callable[[], None]]:
-    """Yields a function that sets each field to its neutral value; on exit all have their values back.
+def restored(model: nn.Module, fields: Sequence[PostHeadField]) -> Iterator[Callable[[], None]]:
+    """Yields a function that sets each field of the model to its neutral value; on exit all have their values back.
 
     The head calls it when it answers, so that during the layers before it the model is as it always is.
     """
-    before = [(field.owner, field.name, getattr(field.owner, field.name)) for field in fields]  # noqa: B009
+    owners = [(post_head_owner(model, field.place), field) for field in fields]
+    before = [(owner, field.name, getattr(owner, field.name)) for owner, field in owners]
 
     def neutralise() -> None:
-        for field in fields:
-            setattr(field.owner, field.name, field.neutral)
+        for owner, field in owners:
+            setattr(owner, field.name, field.neutral)
 
     try:
         yield neutralise

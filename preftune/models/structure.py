@@ -26,16 +26,14 @@ _POST_HEAD_FIELDS: tuple[tuple[str, tuple[PostHeadKind, ...], float | None], ...
     ("output_multiplier", ("multiply", "divide"), 1.0),
 )
 
+_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
+
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside DDP, DeepSpeed engines and `torch.compile`; PEFT models and FSDP2 modules are returned as is."""
+    """The module inside DDP, DeepSpeed engines and `torch.compile`; PEFT models and FSDP2 modules stay as they are."""
     while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and not hasattr(model, "config"):
-            inner = getattr(model, "module", None)
-        if inner is None and type(model).__name__ in ("DistributedDataParallel", "DeepSpeedEngine"):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
+        inner = next((model._modules[name] for name in _WRAPPED if name in model._modules), None)
+        if inner is None:
             return model
         model = inner
 
@@ -73,7 +71,7 @@ def input_device(model: nn.Module) -> torch.device:
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """True where the head computes `x @ weight.T + bias` and nothing else (no adapter, quantisation, hook or DTensor)."""
+    """True where the head computes `x @ weight.T + bias` and nothing else (no adapter, quantisation, DTensor)."""
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
         return False
     return not hasattr(head.weight, "placements") and head.weight.dtype.is_floating_point
@@ -138,39 +136,50 @@ def recomputes(model: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class PostHeadField:
-    """A number that may be applied to the logits after the head, and the value that switches it off."""
+    """A number that may be applied to the logits after the head.
 
-    owner: Any
+    Attributes:
+        place: Where it is, as `post_head_owner` knows it (no reference to the model, so that plans can be cached).
+        name: The attribute.
+        kinds: What families do with it.
+        neutral: The value that switches it off.
+        value: Its value.
+    """
+
+    place: str
     name: str
     kinds: tuple[PostHeadKind, ...]
     neutral: float | None
+    value: float
 
-    @property
-    def value(self) -> float:
-        return float(getattr(self.owner, self.name))
+
+def post_head_owner(model: nn.Module, place: str) -> Any:
+    """The object that holds the fields of `place`, or None."""
+    inner = unwrap(model)
+    base: Any = inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # pyright: ignore
+    if place == "config":
+        return base.config
+    if place == "text_config":
+        return base.config.get_text_config()
+    return base if place == "model" else getattr(base, "model", None)
 
 
 def post_head_fields(model: nn.Module) -> list[PostHeadField]:
-    """Candidates among the attributes of the model, its body and its configs; fields with the neutral value are left out."""
-    return list(_post_head_fields(unwrap(model)))
-
-
-def _post_head_fields(model: nn.Module) -> Iterator[PostHeadField]:
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore
-    owners = [base.config, base, getattr(base, "model", None)]
-    owners.append(base.config.get_text_config())
-    seen: set[tuple[int, str]] = set()
-    for owner in owners:
+    """Candidates among the attributes of the model, its body and its configs that do not have the neutral value."""
+    found, seen = [], set()
+    for place in ("config", "text_config", "model", "body"):
+        owner = post_head_owner(model, place)
         for name, kinds, neutral in _POST_HEAD_FIELDS:
             value = getattr(owner, name, None)
             if isinstance(value, int | float) and value != neutral and (id(owner), name) not in seen:
                 seen.add((id(owner), name))
-                yield PostHeadField(owner, name, kinds, neutral)
+                found.append(PostHeadField(place, name, kinds, neutral, float(value)))
+    return found
 
 
-def attention_dropout_layers(model: nn.Module) -> bool:
-    """True where the config asks for dropout on attention weights while training."""
+def router_coefficient(model: nn.Module) -> float | None:
+    """The model's own weight of its load-balancing loss; None where it has no experts to balance."""
     config = text_config(model)
-    return any(
-        getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    )
+    if not hasattr(config, "output_router_logits"):
+        return None
+    return float(getattr(config, "router_aux_loss_coef", None) or 0.0)

@@ -11,14 +11,13 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor, nn
-from torch.distributed.checkpoint.stateful import Stateful
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
@@ -27,9 +26,11 @@ from preftune.callbacks.handler import RefModelCallbackHandler
 from preftune.callbacks.jsonl_log import JsonlLogCallback
 from preftune.configs.base import BaseConfig
 from preftune.data.report import DataReport
-from preftune.errors import CheckpointError, ConfigError, DataFormatError
+from preftune.errors import ConfigError, DataFormatError
+from preftune.models.attention import Layout
 from preftune.models.load import (
     disable_dropout,
+    enable_router_loss,
     eos_token_ids,
     load_model,
     load_processing_class,
@@ -40,6 +41,7 @@ from preftune.models.load import (
 from preftune.models.logprobs import choose_layout
 from preftune.models.reference import MovableReference, ReferenceModel, make_reference
 from preftune.trainers import state as checkpoints
+from preftune.trainers.extras import load_running_state, save_running_state
 from preftune.trainers.metrics import RunningMetrics
 
 logger = logging.getLogger(__name__)
@@ -74,7 +76,10 @@ class BaseTrainer(Trainer, ABC):
     Data come before weights, so that a wrong column costs no loading time.
     """
 
-    args: BaseConfig
+    args: Any  # a BaseConfig; leaves say which
+    model: PreTrainedModel
+    model_wrapped: nn.Module
+    layout: Layout
     config_class: ClassVar[type[BaseConfig]]
     name: ClassVar[str]  # as in "DPO"
     paper: ClassVar[str]  # arXiv number
@@ -84,8 +89,8 @@ class BaseTrainer(Trainer, ABC):
 
     def __init__(
         self,
-        model: str | nn.Module,
-        args: BaseConfig | None = None,
+        model: str | PreTrainedModel,
+        args: Any = None,
         *,
         ref_model: nn.Module | str | None = None,
         data_collator: Callable | None = None,
@@ -109,8 +114,10 @@ class BaseTrainer(Trainer, ABC):
         self.data_reports: dict[str, DataReport] = {}
         self._staging: str | None = None
         self.reference: ReferenceModel | None = None
-        self._reference_moves = False
+        self.reference_moves = False
         self.args = args
+        # accelerate would cut the flat tensors of streams along their first axis to hand them to the ranks
+        args.accelerator_config.dispatch_batches = False
         init_kwargs = args.model_init_kwargs
         processing_class = load_processing_class(
             model_name(model), processing_class, init_kwargs if isinstance(model, str) else None, args.trust_remote_code
@@ -120,7 +127,7 @@ class BaseTrainer(Trainer, ABC):
         train_dataset = self._prepare_training_data(train_dataset)
         eval_dataset = self._prepare_split(eval_dataset, "eval") if eval_dataset is not None else None
 
-        model = load_model(
+        policy = load_model(
             model,
             auto_class=self.auto_class,
             init_kwargs=init_kwargs,
@@ -128,16 +135,19 @@ class BaseTrainer(Trainer, ABC):
             quantization_config=quantization_config,
         )
         if args.disable_dropout:
-            disable_dropout(model)
-        model = wrap_peft(model, peft_config, seed=args.seed, gradient_checkpointing=bool(args.gradient_checkpointing))
-        self.layout_choice = choose_layout(model, args.attention_layout)
+            disable_dropout(policy)
+        policy = wrap_peft(
+            policy, peft_config, seed=args.seed, gradient_checkpointing=bool(args.gradient_checkpointing)
+        )
+        self.aux_loss_coef = enable_router_loss(policy, args.router_aux_loss_coef)
+        self.layout_choice = choose_layout(policy, args.attention_layout)
         self.layout = self.layout_choice.layout
         super().__init__(
-            model=model,
+            model=policy,
             args=args,
             data_collator=data_collator or self.default_collator(),
-            train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            train_dataset=cast(Any, train_dataset),
+            eval_dataset=cast(Any, eval_dataset),
             processing_class=processing_class,
             callbacks=callbacks,
             **hf_arguments,
@@ -149,7 +159,7 @@ class BaseTrainer(Trainer, ABC):
             )
         self.train_metrics, self.eval_metrics = RunningMetrics(), RunningMetrics()
         self.tokens_seen: float | Tensor = 0.0  # on the device while training, so that no step waits for it
-        self._running_totals: dict[str, Any] | None = None
+        self.running_totals: dict[str, Any] | None = None
         self._attach_reference(ref_model, peft_config is not None, callbacks)
         self.add_callback(_RestoreRunningTotals(self))
         self.add_callback(JsonlLogCallback())
@@ -175,9 +185,6 @@ class BaseTrainer(Trainer, ABC):
                 f"train_dataset is a {type(dataset).__name__}; wanted a datasets.Dataset or IterableDataset. A list "
                 "of rows becomes one with datasets.Dataset.from_list(rows); of a DatasetDict pass one split."
             )
-        if isinstance(dataset, IterableDataset):
-            # accelerate would cut flat tensors along their first axis to hand them to the ranks
-            self.args.accelerator_config.dispatch_batches = False
         return self._prepare_split(dataset, "train")
 
     def _prepare_split(self, dataset: Any, split: str) -> Any:
@@ -210,7 +217,7 @@ class BaseTrainer(Trainer, ABC):
         self.callback_handler = RefModelCallbackHandler.from_handler(self.callback_handler, self.reference)
         for callback in reference_callbacks(self.args, self.reference, callbacks):
             self.add_callback(callback)
-        self._reference_moves = will_move
+        self.reference_moves = will_move
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -232,6 +239,11 @@ class BaseTrainer(Trainer, ABC):
             self.reference.form if self.reference is not None else "none",
         )
 
+    @property
+    def column_map(self) -> dict[str, str] | None:
+        """The user's names of columns; the config has turned text into a dict."""
+        return cast("dict[str, str] | None", self.args.columns)
+
     def extra_columns(self, dataset: RawData) -> list[str]:
         """Columns of the raw rows to carry along: all others where `remove_unused_columns=False`, else none."""
         return [] if self.args.remove_unused_columns else list(dataset.column_names or [])
@@ -248,7 +260,7 @@ class BaseTrainer(Trainer, ABC):
         if "loss" in logs or "train_loss" in logs:
             logs.update(self.train_metrics.reduce())
             logs["num_tokens"] = float(self.tokens_seen)
-            if isinstance(self.reference, MovableReference) and self._reference_moves:
+            if isinstance(self.reference, MovableReference) and self.reference_moves:
                 logs.update(self.reference.drift_metrics(self.model))
         super().log(logs, start_time)
 
@@ -260,7 +272,7 @@ class BaseTrainer(Trainer, ABC):
         """Evaluates the eval set(s) of the constructor, one of them by name, or a raw or prepared dataset."""
         if eval_dataset is not None and not isinstance(eval_dataset, str):
             eval_dataset = self._prepare_split(eval_dataset, metric_key_prefix)
-        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = list(self.columns_read)
@@ -296,7 +308,7 @@ class BaseTrainer(Trainer, ABC):
             super()._save_checkpoint(model, trial)
         finally:
             self._staging = None
-        self._save_extras(partial)
+        save_running_state(self, partial)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             self._name_best_checkpoint(run_dir, partial)
@@ -323,76 +335,27 @@ class BaseTrainer(Trainer, ABC):
                 os.path.join(output_dir or self.args.output_dir, self.reference.adapter_name), ignore_errors=True
             )
 
-    @final
-    def _save_extras(self, folder: str) -> None:
-        merged = self.train_metrics.merged_state()
-        if self._state_is_sharded:
-            checkpoints.save_extras(folder, self._moving_state(), f"preftune_state_{self.args.process_index}")
-        if not self.args.should_save:
-            return
-        shared = {} if self._state_is_sharded else self._moving_state()
-        running = {
-            "tr_loss": self._tr_loss.item(),
-            "total_loss": self._total_loss_scalar,
-            "last_logged": self._globalstep_last_logged,
-        }
-        whole = {"metrics": merged, "tokens_seen": float(self.tokens_seen), "running": running, "layout": self.layout}
-        checkpoints.save_extras(folder, {**whole, "moving": shared})
-
     @property
-    def _state_is_sharded(self) -> bool:
+    def is_sharded(self) -> bool:
+        """Whether weights are spread over ranks (FSDP, DeepSpeed)."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
-
-    def _moving_state(self) -> dict[str, Any]:
-        """What moves besides policy and optimizer: the reference, and callbacks with a `state_dict`."""
-        state: dict[str, Any] = {}
-        if isinstance(self.reference, MovableReference) and self._reference_moves:
-            state["reference"] = self.reference.state_dict()
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, Stateful):
-                state[type(callback).__name__] = callback.state_dict()
-        return state
 
     @final
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is None:
-            return
-        saved = checkpoints.load_extras(checkpoint)
-        if saved["layout"] != self.layout:
-            raise CheckpointError(
-                f"{checkpoint} was written with attention layout {saved['layout']!r}, this run uses {self.layout!r}: "
-                f"the numbers would differ in their last bits. Set attention_layout={saved['layout']!r}."
-            )
-        moving = saved["moving"]
-        if self._state_is_sharded:
-            moving = checkpoints.load_extras(checkpoint, f"preftune_state_{self.args.process_index}")
-        self._load_moving_state(checkpoint, moving)
-        self.tokens_seen = saved["tokens_seen"]
-        if self.args.process_index == 0:
-            self.train_metrics.load_state_dict(saved["metrics"])
-            self.train_metrics.to(self.args.device)
-        self._running_totals = saved["running"]
+        if checkpoint is not None:
+            load_running_state(self, checkpoint)
 
-    def _load_moving_state(self, checkpoint: str, moving: dict[str, Any]) -> None:
-        holders: dict[str, Any] = {
-            type(c).__name__: c for c in self.callback_handler.callbacks if isinstance(c, Stateful)
-        }
-        if isinstance(self.reference, MovableReference) and self._reference_moves:
-            holders["reference"] = self.reference
-        if set(holders) != set(moving):
-            raise CheckpointError(
-                f"{checkpoint} holds the state of {sorted(moving) or 'nothing'} besides the policy, this run moves "
-                f"{sorted(holders) or 'nothing'}. Use the reference options and callbacks of the run that wrote it."
-            )
-        for name, holder in holders.items():
-            holder.load_state_dict(moving[name])
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self.accelerator.num_processes > 1:  # the losses since the last log are still each rank's own
+            self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+        return super()._finalize_training(*args, **kwargs)
 
     @final
     def _restore_running_totals(self) -> None:
-        if self._running_totals is None:
+        if self.running_totals is None:
             return
-        running, self._running_totals = self._running_totals, None
+        running, self.running_totals = self.running_totals, None
         self._tr_loss = torch.tensor(running["tr_loss"], device=self.args.device)
         self._total_loss_scalar = running["total_loss"]
         self._globalstep_last_logged = running["last_logged"]

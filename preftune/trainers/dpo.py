@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from preftune.configs.dpo import DPOConfig
 from preftune.data.collate import PreferenceCollator
@@ -22,8 +22,9 @@ from preftune.losses.names import BATCH_COUPLED, PAIR_HYPER
 from preftune.losses.preference import implicit_rewards, resolve_pair_loss, weighted_pair_loss
 from preftune.losses.reduce import pair_scores, reference_pair_scores, wpo_pair_weights
 from preftune.models.logprobs import token_scores
+from preftune.models.reference_base import evaluating
 from preftune.trainers.base import EvalData, RawData
-from preftune.trainers.coupled import PairGradients, coupled_pair_gradients
+from preftune.trainers.coupled import PairGradients, coupled_pair_gradients, without_rows
 from preftune.trainers.offline import Batch, OfflineTrainer, StepTotals
 from preftune.trainers.pairs import PairTable
 from preftune.types import LossOutput, PairScores, TokenScores
@@ -57,7 +58,7 @@ class DPOTrainer(OfflineTrainer):
 
     def __init__(
         self,
-        model: str | nn.Module,
+        model: str | PreTrainedModel,
         ref_model: nn.Module | str | None = None,
         args: DPOConfig | None = None,
         data_collator: Callable | None = None,
@@ -115,8 +116,8 @@ class DPOTrainer(OfflineTrainer):
         self._record(policy, ref, scores, output)
         rows = totals.counts["rows"].float()
         share = losses.sum() / rows
-        if scores.aux_loss is not None and self.args.router_aux_loss_coef:
-            share = share + self.args.router_aux_loss_coef * scores.aux_loss * (batch["tree"].num_prompts / rows)
+        if scores.aux_loss is not None and self.aux_loss_coef:
+            share = share + self.aux_loss_coef * scores.aux_loss * (batch["tree"].num_prompts / rows)
             self.metrics.add("aux_loss", scores.aux_loss)
         return share
 
@@ -141,6 +142,9 @@ class DPOTrainer(OfflineTrainer):
             return None
         with torch.no_grad():
             scored = [self._score(model, batch, totals)[:2] for batch in batches]
+        if batches[-1]["repeated"]:
+            policy, ref = scored[-1]
+            scored[-1] = (without_rows(policy), without_rows(ref))
         return coupled_pair_gradients(scored, self.loss)
 
     def count(self, batch: Batch) -> dict[str, float]:
@@ -159,6 +163,7 @@ class DPOTrainer(OfflineTrainer):
         add("logps/chosen", policy.chosen_logps)
         add("logps/rejected", policy.rejected_logps)
         is_chosen = scores.branch_index % 2 == 0
+        assert scores.entropy is not None and scores.mean_logits is not None and scores.is_top1 is not None
         add("entropy", scores.entropy)
         add("logits/chosen", scores.mean_logits[is_chosen])
         add("logits/rejected", scores.mean_logits[~is_chosen])
@@ -172,23 +177,19 @@ class DPOTrainer(OfflineTrainer):
 
         All ranks call it; each scores its share of the rows.
         """
-        rows = self._prepare_split(dataset, "scored")
+        rows = list(self._prepare_split(dataset, "scored"))
         rank, world, size = self.args.process_index, self.args.world_size, self.args.per_device_eval_batch_size
-        mine = [row for i, row in enumerate(rows) if i % world == rank]
-        was_training = self.model_wrapped.training
-        self.model_wrapped.eval()
-        table = []
-        try:
-            for start in range(0, len(mine), size):
-                tree = self.data_collator(mine[start : start + size])["tree"].to(self.args.device)
-                with self.accelerator.autocast():
-                    scores = token_scores(self.model_wrapped, tree, layout=self.layout)
+        table = {}
+        with evaluating(self.model), self.accelerator.autocast():
+            for start in range(0, len(rows), size * world):
+                # every rank scores in every round: a sharded model needs all of them
+                mine = range(len(rows))[start + rank * size :][:size] or range(len(rows))[-1:]
+                batch = self.data_collator([rows[i] for i in mine])
+                scores = token_scores(self.model, batch["tree"].to(self.args.device), layout=self.layout)
                 both = torch.stack([scores.branch_logps, scores.branch_lengths]).double().cpu().numpy()
-                table.append([both[0, 0::2], both[0, 1::2], both[1, 0::2], both[1, 1::2]])
-        finally:
-            self.model_wrapped.train(was_training)
-        shares = gather_object(table)
-        return PairTable(*(np.concatenate([part[i] for part in shares]) for i in range(4)))
+                table |= zip(mine, zip(both[0, 0::2], both[0, 1::2], both[1, 0::2], both[1, 1::2]))
+        whole = dict(gather_object(list(table.items())))
+        return PairTable(*map(np.array, zip(*(whole[i] for i in range(len(rows))))))
 
     # Data
 
@@ -198,7 +199,7 @@ class DPOTrainer(OfflineTrainer):
             self.tokenizer,
             max_length=self.args.max_length,
             truncation_mode=self.args.truncation_mode,
-            columns=self.args.columns,
+            columns=self.column_map,
             num_proc=self.args.dataset_num_proc,
             eos_token_ids=self.eos_token_ids,
             keep_columns=self.extra_columns(dataset),

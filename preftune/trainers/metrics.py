@@ -6,6 +6,8 @@ A metric is a weighted mean, a minimum or a maximum over everything seen since t
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
@@ -15,6 +17,20 @@ from torch import Tensor
 Kind = Literal["mean", "min", "max"]
 
 
+def merged(states: Iterable[dict[str, list]]) -> dict[str, list]:
+    """The state of several accumulators together."""
+    whole: dict[str, list] = {}
+    for state in states:
+        for name, (kind, total, weight) in state.items():
+            if name not in whole:
+                whole[name] = [kind, total, weight]
+            elif kind == "mean":
+                whole[name] = [kind, whole[name][1] + total, whole[name][2] + weight]
+            else:
+                whole[name][1] = (min if kind == "min" else max)(whole[name][1], total)
+    return whole
+
+
 class RunningMetrics:
     """Accumulators by name; `state_dict` makes a window that a checkpoint cuts in two end with the same numbers."""
 
@@ -22,10 +38,20 @@ class RunningMetrics:
         self._kinds: dict[str, Kind] = {}
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
+        self._is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Ignores what is added until exit."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def add(self, name: str, values: Tensor, weights: Tensor | None = None) -> None:
         """Adds values of any shape, each of weight 1 or of the given weight. An empty tensor adds nothing."""
-        if values.numel() == 0:
+        if self._is_paused or values.numel() == 0:
             return
         values = values.detach().double()
         if weights is None:
@@ -39,8 +65,11 @@ class RunningMetrics:
 
     def add_extremes(self, prefix: str, values: Tensor) -> None:
         """Keeps the smallest and the largest value seen, as `min_{prefix}` and `max_{prefix}`."""
+        if self._is_paused:
+            return
         values = values.detach().double()
-        for kind, value in (("min", values.min()), ("max", values.max())):
+        extremes: list[tuple[Kind, Tensor]] = [("min", values.min()), ("max", values.max())]
+        for kind, value in extremes:
             name = f"{kind}_{prefix}"
             self._kinds[name] = kind
             choose = torch.minimum if kind == "min" else torch.maximum
@@ -67,16 +96,7 @@ class RunningMetrics:
 
     def merged_state(self) -> dict[str, list]:
         """The state over all ranks (a collective: every rank must call it)."""
-        merged: dict[str, list] = {}
-        for state in gather_object([self.state_dict()]):
-            for name, (kind, total, weight) in state.items():
-                if name not in merged:
-                    merged[name] = [kind, total, weight]
-                elif kind == "mean":
-                    merged[name] = [kind, merged[name][1] + total, merged[name][2] + weight]
-                else:
-                    merged[name][1] = (min if kind == "min" else max)(merged[name][1], total)
-        return merged
+        return merged(gather_object([self.state_dict()]))
 
     def reduce(self, prefix: str = "") -> dict[str, float]:
         """The values over all ranks since the last call, then starts anew (a collective).

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, cast, final
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
@@ -22,16 +22,14 @@ from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
-from preftune.configs.offline import OfflineConfig
-from preftune.data.tree import select_prompts, split_by_tokens
+from preftune.data.tree import split_by_tokens
 from preftune.errors import ConfigError, DataFormatError
 from preftune.models.inputs import scoring_inputs
 from preftune.models.logprobs import scoring
 from preftune.models.stored import Stored
 from preftune.trainers.base import BaseTrainer
+from preftune.trainers.shares import Batch, CountedRows, first_rows, own_rows, select_rows
 from preftune.types import PromptTree
-
-Batch = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -47,25 +45,9 @@ class StepTotals:
     statistics: Any = None
 
 
-def select_rows(batch: Batch, rows: list[int]) -> Batch:
-    """The batch of some of its prompts: the tree's, and the entries of every tensor that has one entry a prompt."""
-    tree: PromptTree = batch["tree"]
-    index = torch.tensor(rows)
-    picked: Batch = {}
-    for name, value in batch.items():
-        if name == "tree":
-            picked[name] = select_prompts(tree, rows)
-        elif isinstance(value, Tensor) and value.ndim > 0 and len(value) == tree.num_prompts:
-            picked[name] = value[index.to(value.device)]
-        elif name != "row_lengths":
-            picked[name] = value
-    return picked
-
-
 class OfflineTrainer(BaseTrainer):
     """The step, shared by all offline algorithms. A family writes `batch_loss`, an algorithm `loss`."""
 
-    args: OfflineConfig
     loss_unit: ClassVar[str] = "rows"  # the count that the loss is a mean over
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,6 +92,10 @@ class OfflineTrainer(BaseTrainer):
             mine = [i for n, i in enumerate(mine) if n == 0 or i != mine[n - 1]]
             yield self.data_collator([rows[i] for i in mine])["tree"].to(self.args.device)
 
+    def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        dataset = CountedRows(dataset) if isinstance(dataset, IterableDataset) else dataset
+        return super()._get_dataloader(dataset, *args, **kwargs)
+
     # What a family provides
 
     @abstractmethod
@@ -134,15 +120,26 @@ class OfflineTrainer(BaseTrainer):
 
     @final
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
-        batches = [self._numbered(b, i) for i, b in enumerate(islice(epoch_iterator, num_batches))]
+        size = self._train_batch_size
+        batches = [self._own(b, size, i) for i, b in enumerate(islice(epoch_iterator, num_batches))]
         self._step_batches = batches
         self._step_totals: StepTotals | None = None
         return batches, None
 
-    def _numbered(self, batch: Any, micro_batch: int) -> Batch:
-        """The batch with its place in the step, so that a part of it can find its rows in `totals.statistics`."""
-        rows = torch.arange(self._checked(batch)["tree"].num_prompts, device=batch["tree"].input_ids.device)
-        return batch | {"micro_batch": micro_batch, "row": rows}
+    def _own(self, batch: Any, batch_size: int, micro_batch: int = 0) -> Batch:
+        """The rows of the batch that count, with their place in the step.
+
+        By "micro_batch" and "row" a part of the batch finds its rows in `totals.statistics`. A rank that has only
+        repeated rows keeps one, so that it takes part in the step; "repeated" says that it counts nothing.
+        """
+        batch = self._checked(batch)
+        rows = len(batch["row_lengths"]) if "row_lengths" in batch else batch["tree"].num_prompts
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
+        own = own_rows(rows, batch_size, self.accelerator.gradient_state, rank, world)
+        if own < rows:
+            batch = first_rows(batch, max(own, 1))
+        index = torch.arange(batch["tree"].num_prompts, device=batch["tree"].input_ids.device)
+        return batch | {"micro_batch": micro_batch, "row": index, "repeated": own == 0}
 
     def _checked(self, batch: Any) -> Batch:
         if not isinstance(batch, dict) or not isinstance(batch.get("tree"), PromptTree):
@@ -155,11 +152,11 @@ class OfflineTrainer(BaseTrainer):
     @final
     def totals_of(self, batches: list[Batch], over_ranks: bool = True) -> StepTotals:
         """Counts over some batches, and over all ranks where asked (one collective)."""
-        counts = [self.count(b) for b in batches]
-        names = sorted(counts[0])
-        sums = torch.tensor([sum(c[n] for c in counts) for n in names], dtype=torch.float64)
+        counts = [(self.count(b), not b["repeated"]) for b in batches]
+        names = sorted(counts[0][0])
+        sums = torch.tensor([sum(c[n] for c, own in counts if own) for n in names], dtype=torch.float64)
         if over_ranks and self.accelerator.num_processes > 1:
-            sums = reduce(sums.to(self.args.device), "sum")
+            sums = cast(Tensor, reduce(sums.to(self.args.device), "sum"))
         return StepTotals(dict(zip(names, sums.to(self.args.device).unbind(), strict=True)))
 
     @final
@@ -190,10 +187,16 @@ class OfflineTrainer(BaseTrainer):
         assert self._step_totals is not None
         with self.accelerator.autocast():
             # ranks average their gradients; shares of a sum must be multiplied back
-            loss = self.batch_loss(model, batch, self._step_totals) * self.accelerator.num_processes
+            loss = self._share(model, batch, self._step_totals) * self.accelerator.num_processes
         kwargs = {"scale_wrt_gas": False} if self.accelerator.distributed_type == DistributedType.DEEPSPEED else {}
         self.accelerator.backward(loss, **kwargs)
         return loss.detach().float()
+
+    def _share(self, model: nn.Module, batch: Batch, totals: StepTotals) -> Tensor:
+        if not batch["repeated"]:
+            return self.batch_loss(model, batch, totals)
+        with self.metrics.paused():
+            return self.batch_loss(model, batch, StepTotals(totals.counts)) * 0.0
 
     @final
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -202,7 +205,7 @@ class OfflineTrainer(BaseTrainer):
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm; a step whose gradient is not finite stops the run before it spoils the weights."""
-        norm = super()._get_grad_norm(model, grad_norm)
+        norm: Any = super()._get_grad_norm(model, grad_norm)
         if self.accelerator.scaler is None and not math.isfinite(float(norm)):
             raise FloatingPointError(
                 f"the gradient norm of step {self.state.global_step + 1} is {float(norm)}: the loss or a gradient is "
@@ -232,28 +235,17 @@ class OfflineTrainer(BaseTrainer):
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[None, Tensor | None, Tensor | None]:
         """Adds the batch to the eval metrics. Rows that a distributed sampler repeats to fill up are left out."""
-        batch = self._checked(inputs)
-        rows = self._true_rows(batch["tree"].num_prompts)
-        if rows < batch["tree"].num_prompts:
-            batch = select_rows(batch, list(range(max(rows, 1))))
-        with torch.no_grad(), scoring(model, self.layout), self.accelerator.autocast():
-            before = self.eval_metrics.state_dict() if rows == 0 else None
+        batch = self._own(inputs, self.args.eval_batch_size)
+        counted = self.eval_metrics.paused() if batch["repeated"] else nullcontext()
+        with torch.no_grad(), scoring(model, self.layout), self.accelerator.autocast(), counted:
             totals = self.totals_of([batch], over_ranks=False)
-            statistics = self.step_statistics(model, [self._numbered(batch, 0)], totals)
+            statistics = self.step_statistics(model, [batch], totals)
             loss = self.batch_loss(model, batch, StepTotals(totals.counts, statistics))
-            if before is not None:
-                self.eval_metrics.load_state_dict(before)
-            else:
-                self.eval_metrics.add("loss", loss, totals.counts[self.loss_unit])
+            self.eval_metrics.add("loss", loss, totals.counts[self.loss_unit])
         if prediction_loss_only:
             return None, None, None
-        return None, *self.plain_logits(model, batch["tree"])
-
-    def _true_rows(self, rows: int) -> int:
-        state = self.accelerator.gradient_state
-        if self.accelerator.num_processes == 1 or not state.end_of_dataloader or state.remainder <= 0:
-            return rows
-        return max(0, min(rows, state.remainder - self.accelerator.process_index * self.args.eval_batch_size))
+        logits, labels = self.plain_logits(model, batch["tree"])
+        return (None, logits[:0], labels[:0]) if batch["repeated"] else (None, logits, labels)
 
     @torch.no_grad()
     def plain_logits(self, model: nn.Module, tree: PromptTree) -> tuple[Tensor, Tensor]:
@@ -265,10 +257,19 @@ class OfflineTrainer(BaseTrainer):
         labels[inputs.rows, inputs.columns + 1] = tree.target_ids
         return logits.float(), labels
 
+    def _gather_rows(self, values: Tensor) -> Tensor:
+        """Rows of all ranks, which may have unlike numbers of them."""
+        counts = self.accelerator.gather(torch.tensor([len(values)], device=values.device))
+        padded = self.accelerator.pad_across_processes(values, dim=0)
+        parts = self.accelerator.gather(padded).split(len(padded))
+        return torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
+
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         """HF's loop, with our metrics in the result, so that `metric_for_best_model` finds them."""
         self.eval_metrics.clear()
+        self.gather_function = self._gather_rows
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        assert output.metrics is not None
         output.metrics.update(self.eval_metrics.reduce(f"{metric_key_prefix}_"))
         output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.tokens_seen)
         return output

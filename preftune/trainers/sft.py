@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
-from transformers import TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback
 
 from preftune.configs.sft import SFTConfig
 from preftune.data.collate import SFTCollator
@@ -47,7 +47,7 @@ class SFTTrainer(OfflineTrainer):
 
     def __init__(
         self,
-        model: str | nn.Module,
+        model: str | PreTrainedModel,
         args: SFTConfig | None = None,
         data_collator: Callable | None = None,
         train_dataset: RawData | None = None,
@@ -96,9 +96,10 @@ class SFTTrainer(OfflineTrainer):
         output = self.loss(scores)
         tokens = totals.counts["tokens"].float().clamp(min=1)
         share = output.loss.sum() / tokens
-        if scores.aux_loss is not None and self.args.router_aux_loss_coef:
-            share = share + self.args.router_aux_loss_coef * scores.aux_loss * (len(scores.logps) / tokens)
+        if scores.aux_loss is not None and self.aux_loss_coef:
+            share = share + self.aux_loss_coef * scores.aux_loss * (len(scores.logps) / tokens)
             self.metrics.add("aux_loss", scores.aux_loss)
+        assert scores.entropy is not None and scores.is_top1 is not None
         self.metrics.add("entropy", scores.entropy)
         self.metrics.add("mean_token_accuracy", scores.is_top1)
         for name, values in output.metrics.items():
@@ -109,7 +110,7 @@ class SFTTrainer(OfflineTrainer):
 
     def prepare_dataset(self, dataset: RawData, split: str) -> tuple[RawData, DataReport]:
         args = self.args
-        if (args.dataset_kwargs or {}).get("skip_prepare_dataset"):
+        if isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset"):
             return dataset, DataReport(split)
         pack = args.packing if split == "train" or args.eval_packing is None else args.eval_packing
         keeps_tails = pack and args.packing_strategy != "bfd"
@@ -123,7 +124,7 @@ class SFTTrainer(OfflineTrainer):
             dataset_text_field=args.dataset_text_field,
             formatting_func=self._formatting_func,
             eos_token=args.eos_token,
-            columns=args.columns,
+            columns=self.column_map,
             num_proc=args.dataset_num_proc,
             eos_token_ids=self.eos_token_ids,
             chat_template=read_chat_template(args.chat_template_path),
@@ -133,7 +134,7 @@ class SFTTrainer(OfflineTrainer):
         rows = prepared.dataset
         if split == "train" and args.shuffle_dataset:
             rows = rows.shuffle(seed=args.seed)
-        if pack:
+        if pack and args.max_length is not None:
             rows = pack_dataset(rows, args.max_length, args.packing_strategy)
         return rows, prepared.report
 

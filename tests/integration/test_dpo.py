@@ -213,3 +213,17 @@ def test_pair_table(tmp_path, tiny_model, tokenizer, preference_rows):
     after = trainer.score_pairs(rows)
     assert before.summed.n == after.summed.n == 8
     assert after.summed.value > before.summed.value
+
+
+def test_experts_are_balanced_as_the_model_asks(tmp_path, tiny_model, tokenizer, preference_rows):
+    """The loss with the router's term is the plain loss plus coefficient times the logged `aux_loss`."""
+    rows = preference_rows["text"][:2]
+    plain = build(tmp_path, tiny_model("qwen3_moe"), tokenizer, rows, max_steps=1, router_aux_loss_coef=0.0)
+    plain.train()
+    balanced = build(tmp_path, tiny_model("qwen3_moe"), tokenizer, rows, max_steps=1, router_aux_loss_coef=0.1)
+    balanced.train()
+    (aux,) = logged(balanced, "aux_loss")
+    assert aux > 0.5 and not logged(plain, "aux_loss")
+    assert logged(balanced, "loss")[0] == pytest.approx(logged(plain, "loss")[0] + 0.1 * aux, rel=1e-5)
+    with pytest.raises(ConfigError, match="no experts"):
+        build(tmp_path, tiny_model(), tokenizer, rows, router_aux_loss_coef=0.1)

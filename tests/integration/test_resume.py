@@ -11,6 +11,7 @@ from peft import LoraConfig
 
 from preftune import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from preftune.errors import CheckpointError
+from preftune.trainers import base
 from preftune.trainers import state as checkpoints
 from tests.support.runs import die, digest, killed, logged, options
 
@@ -44,8 +45,15 @@ def test_resume_equals_uninterrupted(tmp_path, tiny_model, tokenizer, preference
     assert logged(resumed, "num_tokens")[-1] == logged(straight, "num_tokens")[-1]
 
 
-@pytest.mark.parametrize("where", ["mid_accumulation", "while_writing", "before_rename", "after_rename"])
-def test_killed_and_resumed(tmp_path, tiny_model, tokenizer, preference_rows, where, monkeypatch):
+FATAL = {
+    "while_writing": (base, "save_running_state"),
+    "before_rename": (checkpoints, "publish"),
+    "after_rename": (base, "rotate_checkpoints"),
+}
+
+
+@pytest.mark.parametrize("where", ["mid_accumulation", *FATAL])
+def test_killed_and_resumed(tmp_path, tiny_model, tokenizer, preference_rows, where):
     parts = (tiny_model, tokenizer, preference_rows, "sync")
     straight = build(tmp_path / "a", *parts)
     straight.train()
@@ -62,18 +70,13 @@ def test_killed_and_resumed(tmp_path, tiny_model, tokenizer, preference_rows, wh
 
             trainer.training_step = fatal
         else:
-            target = {
-                "while_writing": "save_extras", "before_rename": "publish", "after_rename": "rotate_checkpoints",
-            }[where]  # fmt: skip
-            owner = checkpoints if where != "after_rename" else __import__("preftune.trainers.base", fromlist=["x"])
-            original = getattr(owner, target)
+            owner, name = FATAL[where]
+            original = vars(owner)[name]
 
-            def at_step_four(folder, *args, **kwargs):
-                if trainer.state.global_step == 4:
-                    die()
-                return original(folder, *args, **kwargs)
+            def at_step_four(*args, **kwargs):
+                return die() if trainer.state.global_step == 4 else original(*args, **kwargs)
 
-            setattr(owner, target, at_step_four)
+            setattr(owner, name, at_step_four)
         trainer.train()
 
     assert killed(run) == signal.SIGKILL

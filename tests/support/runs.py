@@ -12,6 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from preftune.trainers.extras import moving_state
 
 
 def options(output_dir: Any, **changes: Any) -> dict[str, Any]:
@@ -33,6 +36,8 @@ def options(output_dir: Any, **changes: Any) -> dict[str, Any]:
 
 
 def _feed(sha: Any, value: Any) -> None:
+    if isinstance(value, DTensor):
+        value = value.to_local()  # this rank's part
     if isinstance(value, torch.Tensor):
         sha.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() if value.ndim else b"")
         sha.update(repr(value.item()).encode() if value.ndim == 0 else b"")
@@ -53,7 +58,7 @@ def digest(trainer: Any) -> str:
     _feed(sha, trainer.model.state_dict())
     _feed(sha, trainer.optimizer.state_dict()["state"])
     _feed(sha, trainer.lr_scheduler.state_dict())
-    _feed(sha, trainer._moving_state())
+    _feed(sha, moving_state(trainer))
     return sha.hexdigest()
 
 

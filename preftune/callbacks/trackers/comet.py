@@ -5,7 +5,9 @@ Each log is an asset `{name}.csv` of its step with the new rows; together they a
 
 from __future__ import annotations
 
+import csv
 import importlib
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,11 +27,15 @@ class CometTracker(Tracker):
 
     def log_table(self, name: str, rows: Sequence[Row], step: int) -> None:
         experiment = self._comet.get_running_experiment()
-        if experiment is None:
+        if experiment is None or experiment.ended:
             raise RuntimeError('no Comet experiment is running: use report_to="comet_ml" or call comet_ml.start()')
         if rows:
-            values = [[row[column] for column in rows[0]] for row in rows]
-            experiment.log_table(f"{name}.csv", tabular_data=values, headers=list(rows[0]))
+            text = io.StringIO()
+            writer = csv.DictWriter(text, fieldnames=list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+            text.seek(0)
+            experiment.log_asset(text, file_name=f"{name}.csv", step=step)
 
     def close(self) -> None:
         """The experiment belongs to who started it."""

@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from preftune.callbacks.trackers.base import Row, Tracker, TrackerQueue
 
@@ -32,7 +32,7 @@ def jsonl_tracker(logs_dir: str | os.PathLike[str]) -> TrackerQueue:
 
 
 class JsonlTracker(Tracker):
-    """Every line has `step` and is whole and flushed when the call returns.
+    """Every line has `step` and is whole and in the file when the call returns.
 
     `metrics.jsonl` also has `wall_time` (seconds since 1970). A number that JSON lacks is one of the strings "NaN",
     "Infinity" and "-Infinity"; `read_metrics` turns them back.
@@ -42,8 +42,7 @@ class JsonlTracker(Tracker):
 
     def __init__(self, logs_dir: str | os.PathLike[str]):
         self.directory = Path(logs_dir)
-        self._files: dict[Path, IO[bytes]] = {}
-        self._own_start: dict[Path, int] = {}
+        self._own_start: dict[Path, int] = {}  # where in a file the lines of this object begin
 
     def begin(self, step: int) -> None:
         """Lines after `step` are superseded; at step 0, where a new run begins, also all that another process wrote."""
@@ -58,19 +57,16 @@ class JsonlTracker(Tracker):
         self._append(self.directory / "tables" / f"{name}.jsonl", [{"step": step, **_others(r)} for r in rows])
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files = {}
+        """Nothing is pending: every call has written and closed its file."""
 
     def _append(self, path: Path, rows: list[dict[str, Any]]) -> None:
-        if path not in self._files:
-            path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path not in self._own_start:
             _end_last_line(path)
-            self._files[path] = path.open("ab")
-            self._own_start.setdefault(path, path.stat().st_size)
+            self._own_start[path] = path.stat().st_size if path.exists() else 0
         lines = [json.dumps(_strict(row), allow_nan=False, ensure_ascii=False) + "\n" for row in rows]
-        self._files[path].write("".join(lines).encode("utf-8", "backslashreplace"))
-        self._files[path].flush()
+        with path.open("ab") as file:
+            file.write("".join(lines).encode("utf-8", "backslashreplace"))
 
     def _supersede(self, path: Path, step: int) -> None:
         own_start = self._own_start.get(path, path.stat().st_size)
@@ -86,8 +82,6 @@ class JsonlTracker(Tracker):
             kept_foreign_bytes += len(line) if is_foreign else 0
         if not dropped:
             return
-        if path in self._files:
-            self._files.pop(path).close()
         aside = self.directory / "superseded" / path.relative_to(self.directory)
         aside.parent.mkdir(parents=True, exist_ok=True)
         _end_last_line(aside)

@@ -41,7 +41,9 @@ DPO_LOGS = {
 
 
 def terminal(width: int = 100) -> Console:
-    return Console(file=io.StringIO(), force_terminal=True, width=width, height=60, color_system="truecolor", _environ={})
+    return Console(
+        file=io.StringIO(), force_terminal=True, width=width, height=60, color_system="truecolor", _environ={}
+    )
 
 
 def written(console: Console) -> str:
@@ -163,15 +165,21 @@ class TestPanel:
 
     def test_a_terminal_without_unicode_gets_ascii(self):
         view = RunView(
-            train=Bar(1, 2), epoch=0.5, memory="1GB", drift=0.1, last_sync=3, board=MetricBoard().with_logs({"é": 1, "x": "ü"})
+            train=Bar(1, 2),
+            epoch=0.5,
+            memory="1GB",
+            drift=0.1,
+            last_move=3.0,
+            board=MetricBoard().with_logs({"é": 1, "x": "ü"}),
         )
         console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding="ascii"), width=80, _environ={})
         console.print(render(view, ascii_only=console.options.ascii_only))
 
     def test_reference_line_only_for_a_reference_that_moves(self):
         assert not any("reference" in line for line in drawn(RunView()))
-        line = next(line for line in drawn(RunView(drift=0.012345, last_sync=256)) if "reference" in line)
+        line = next(line for line in drawn(RunView(drift=0.012345, moves=4.0, last_move=256.0)) if "reference" in line)
         assert "drift 0.01235" in line
+        assert "synced 4 times" in line
         assert "last sync at step 256" in line
 
     def test_time_left_counts_the_steps_of_this_process_alone(self):
@@ -217,7 +225,8 @@ class TestWithoutTerminal:
         out, err = capfd.readouterr()
         lines = out.splitlines()
         assert [line.split(" (")[0] for line in lines] == [
-            f"step {s}/4" for s in (1, 2, 2, 3, 4, 4, 4)  # a log each step, an evaluation at 2 and 4, the summary
+            f"step {s}/4"
+            for s in (1, 2, 2, 3, 4, 4, 4)  # a log each step, an evaluation at 2 and 4, the summary
         ]
         assert "\x1b" not in out + err
         assert "\r" not in err
@@ -379,10 +388,10 @@ class TestRun:
         callback = RichProgressCallback(Console(file=io.StringIO()))
         monkeypatch.setattr("preftune.callbacks.progress.time", SimpleNamespace(monotonic=lambda: next(clock)))
         callback.on_train_begin(ARGS, state(), TrainerControl())
-        logs = {"num_tokens": 500, "reference/drift": 0.5, "reference/last_sync_step": 3}
+        logs = {"num_tokens": 500, "reference/drift": 0.5, "reference/moves": 2.0, "reference/last_move_step": 3.0}
         callback.on_log(ARGS, state(4), TrainerControl(), logs=logs)
         view = callback._view
-        assert (view.tokens_per_second, view.drift, view.last_sync) == (50.0, 0.5, 3)
+        assert (view.tokens_per_second, view.drift, view.moves, view.last_move) == (50.0, 0.5, 2, 3)
         assert view.board.metrics == {}
 
     @pytest.mark.parametrize("disable_tqdm", [False, True])

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.support.models import tiny_model
@@ -39,7 +40,12 @@ def eval_rows() -> Dataset:
 
 
 def tiny_trainer(
-    output_dir: Path, callbacks: list[TrainerCallback] | None = None, *, trainer_class: type = Trainer, **options: Any
+    output_dir: Path,
+    callbacks: list[TrainerCallback] | None = None,
+    *,
+    trainer_class: type = Trainer,
+    lora: bool = False,
+    **options: Any,
 ) -> Trainer:
     """Four optimizer steps of two micro-batches, evaluated every second step, on one CPU thread."""
     defaults = {
@@ -58,8 +64,12 @@ def tiny_trainer(
         "seed": 3,
     }
     args = TrainingArguments(output_dir=str(output_dir), **{**defaults, **options})
+    model: Any = tiny_model("llama", attention_dropout=0.2)
+    if lora:
+        torch.manual_seed(0)  # PEFT draws the adapter from the global state
+        model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "down_proj"], lora_dropout=0.2))
     return trainer_class(
-        model=tiny_model("llama", attention_dropout=0.2),
+        model=model,
         args=args,
         train_dataset=train_rows(),
         eval_dataset=eval_rows(),

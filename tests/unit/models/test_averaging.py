@@ -65,11 +65,12 @@ def test_bema_without_lag_is_the_newest_value_and_without_correction_the_ema():
 
 
 def test_bema_removes_the_bias_of_the_average_on_a_noisy_quadratic():
-    """The paper's setting: theta <- theta - r (theta + s xi) from theta_0 = 10 to the minimum 0; r = 0.02, s = 5, T = 200.
+    """The paper's setting: theta <- theta - r (theta + s xi), from theta_0 = 10 to the minimum 0.
 
-    With q = 1 - r the mean of theta_t is 10 q^t, so the uniform average (beta_t = 1 / (1 + t)) of theta_0 .. theta_T
-    has the mean 10 (1 - q^(T+1)) / (r (T+1)) = 2.45. alpha = 1 / (r T) makes BEMA the maximum likelihood estimate of the
-    minimum: its mean is 0 up to 10 / T = 0.05, and its deviation s / sqrt(T) = 0.35.
+    With r = 0.02, s = 5, T = 200 and q = 1 - r the mean of theta_t is 10 q^t, so the uniform average
+    (beta_t = 1 / (1 + t)) of theta_0 .. theta_T has the mean 10 (1 - q^(T+1)) / (r (T+1)) = 2.45. alpha = 1 / (r T)
+    makes BEMA the maximum likelihood estimate of the minimum: its mean is 0 up to 10 / T = 0.05, and its deviation
+    s / sqrt(T) = 0.35.
     """
     draw, rate, last = np.random.default_rng(0), 0.02, 200
     theta = np.full(4000, 10.0)

@@ -43,8 +43,8 @@ def test_the_numbers_are_those_of_the_live_reference(set_up, tmp_path):
     options = dict(options)
     if "ref_model" in options:
         options["ref_model"] = tiny_model(seed=5)
-    policy = make()
-    live = make_reference(make(), **options).branch_logps(policy, TREE, layout="padded")
+    policy, twin = make(), make()
+    live = make_reference(twin, **options).branch_logps(twin, TREE, layout="padded")
     reference = stored(policy, tmp_path, **options)
     assert reference.fill([TREE, OTHER_TREE], policy, layout="padded") == 3
     train(policy)

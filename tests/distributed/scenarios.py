@@ -1,0 +1,244 @@
+"""Training runs that mean the same for one process and for several: the global batch is fixed, ranks share it.
+
+Each returns plain numbers; weights go to a file that the test reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig
+
+from preftune import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from preftune.models.distributed import full_state_dict, unwrap
+from tests.support.models import tiny_model
+from tests.support.rows import preference_rows
+from tests.support.runs import digest, options
+from tests.support.tokenizers import make_tokenizer
+
+BATCH = 4  # rows over all processes
+SGD = {"optim": "sgd", "learning_rate": 0.5}
+SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 2}
+BEMA = {"bema_ref_model": True, "bema_update_freq": 1, "ref_model_update_freq": 2}
+LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+_CLOCK = ("runtime", "per_second", "preparation_time", "total_flos")
+
+
+def logs_of(trainer: Any) -> list[dict[str, float]]:
+    """Everything logged but times."""
+    return [{k: v for k, v in entry.items() if not k.endswith(_CLOCK)} for entry in trainer.state.log_history]
+
+
+def numbers_of(metrics: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in metrics.items() if not k.endswith(_CLOCK)}
+
+
+def save_weights(trainer: Any, folder: Path) -> None:
+    """Policy and reference of every rank, for a comparison by the test."""
+    state = {f"policy.{k}": v.clone() for k, v in full_state_dict(unwrap(trainer.model), {}).items()}
+    if trainer.ref_model is not None:
+        state |= {f"reference.{k}": v.clone() for k, v in full_state_dict(unwrap(trainer.ref_model), {}).items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(state, folder / f"weights-{trainer.args.process_index}.pt")
+
+
+def text_rows(count: int) -> list[dict[str, str]]:
+    rows = preference_rows()["text"]
+    return [{k: f"{v}{'.' * (i // len(rows))}" for k, v in rows[i % len(rows)].items()} for i in range(count)]
+
+
+def dpo(folder: Path, processes: int, *, rows: Any = None, peft: dict | None = None, **changes: Any) -> DPOTrainer:
+    """A trainer whose step holds `BATCH` rows (times the accumulation steps) over all processes."""
+    extra = {k: changes.pop(k) for k in ("eval_dataset", "ref_model", "model") if k in changes}
+    changes.setdefault("per_device_train_batch_size", BATCH // processes)
+    rows = text_rows(16) if rows is None else rows
+    return DPOTrainer(
+        model=extra.pop("model", None) or tiny_model(),
+        args=DPOConfig(**options(folder, **changes)),
+        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
+        processing_class=make_tokenizer("plain"),
+        peft_config=LoraConfig(**peft) if peft else None,
+        **extra,
+    )
+
+
+def sft(folder: Path, processes: int, rows: list[dict], **changes: Any) -> SFTTrainer:
+    eval_rows = changes.pop("eval_dataset", None)
+    changes.setdefault("per_device_train_batch_size", BATCH // processes)
+    return SFTTrainer(
+        model=tiny_model(),
+        args=SFTConfig(**options(folder, **changes)),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=eval_rows,
+        processing_class=make_tokenizer("plain"),
+    )
+
+
+def trained(trainer: Any, folder: Path) -> dict[str, Any]:
+    trainer.train()
+    save_weights(trainer, folder)
+    form = trainer.reference.form if trainer.reference is not None else None
+    return {"logs": logs_of(trainer), "layout": trainer.layout, "reference": form}
+
+
+def ids(number: int, length: int) -> list[int]:
+    """Token ids that differ from row to row."""
+    return [7 + (number * 31 + i * 7) % 290 for i in range(length)]
+
+
+def id_pairs(lengths: list[int]) -> list[dict[str, list[int]]]:
+    return [
+        {"prompt_ids": ids(n, length // 2 + 1), "chosen_ids": ids(n + 50, length), "rejected_ids": ids(n + 90, length)}
+        for n, length in enumerate(lengths)
+    ]
+
+
+def id_texts(lengths: list[int]) -> list[dict[str, list[int]]]:
+    return [{"input_ids": ids(n, length), "labels": ids(n, length)} for n, length in enumerate(lengths)]
+
+
+# --- equal to one process ---------------------------------------------------------------------------------------------
+
+
+def sync(folder: Path, processes: int) -> dict[str, Any]:
+    """Shuffled, over the end of an epoch, with a reference that moves."""
+    return trained(dpo(folder, processes, **SYNC, **SGD, max_steps=6), folder)
+
+
+def adamw(folder: Path, processes: int) -> dict[str, Any]:
+    return trained(dpo(folder, processes, **SYNC, adam_epsilon=1e-3), folder)
+
+
+def lora_bema(folder: Path, processes: int) -> dict[str, Any]:
+    return trained(dpo(folder, processes, peft=LORA, **BEMA, **SGD), folder)
+
+
+def aot(folder: Path, processes: int) -> dict[str, Any]:
+    """Rows are sorted over all ranks."""
+    changes = {"loss_type": ["aot", "sft"], "ref_model": tiny_model(seed=1), "gradient_accumulation_steps": 2}
+    return trained(dpo(folder, processes, **changes, **SGD), folder)
+
+
+def accumulated(folder: Path, processes: int) -> dict[str, Any]:
+    """Micro-batches of unlike number a rank, one log for two steps."""
+    budget = {"gradient_accumulation_steps": 2, "max_tokens_per_micro_batch": 60, "logging_steps": 2}
+    return trained(dpo(folder, processes, **budget, **SGD), folder)
+
+
+def tokens(folder: Path, processes: int) -> dict[str, Any]:
+    """SFT: the mean is over the tokens of all ranks, whose rows have very different lengths."""
+    rows = id_texts([3, 4, 40, 50, 5, 3, 60, 30, 4, 4, 50, 44, 6, 7, 33, 61])
+    changes = {"train_sampling_strategy": "sequential", "gradient_accumulation_steps": 2, "shuffle_dataset": False}
+    return trained(sft(folder, processes, rows, **changes, **SGD), folder)
+
+
+def ragged(folder: Path, processes: int) -> dict[str, Any]:
+    """The rows do not fill the last step of an epoch: 7 = 4 + 3, and 5 = 4 + 1, where one rank has no row."""
+    result = {}
+    for count in (7, 5):
+        for loss in ("sigmoid", "aot"):
+            name = f"{loss}{count}"
+            trainer = dpo(folder / name, processes, rows=text_rows(count), loss_type=[loss], **SGD)
+            result[name] = trained(trainer, folder / name)
+    return result
+
+
+def streaming(folder: Path, processes: int) -> dict[str, Any]:
+    """Rows from two files of unlike length, as many shards as processes; 13 rows, so the last step holds one."""
+    result = {}
+    for shards in (1, 2):
+        name = f"shards{shards}"
+        rows = text_rows(13)
+        stream = IterableDataset.from_generator(
+            _stream, gen_kwargs={"parts": [rows] if shards == 1 else [rows[:9], rows[9:]]}
+        )
+        assert stream.num_shards == shards
+        trainer = dpo(folder / name, processes, rows=stream, max_steps=6, **SGD)
+        result[name] = trained(trainer, folder / name)
+    return result
+
+
+def _stream(parts: list[list[dict]]) -> Any:
+    for part in parts:
+        yield from part
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+
+def evaluation(folder: Path, processes: int) -> dict[str, Any]:
+    """Eval sets that do not divide; batches of 2 rows, the same for any number of processes."""
+    rows = text_rows(7)
+    sets: Any = {str(n): Dataset.from_list(rows[:n]) for n in (7, 5, 1)}
+    sets["stream"] = Dataset.from_list(rows[:5]).to_iterable_dataset()
+    changes = {"eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": 2, **SGD}
+    trainer = dpo(folder, processes, eval_dataset=sets, **changes)
+    before = vars(trainer.score_pairs(sets["7"]))
+    result = trained(trainer, folder)
+    again = numbers_of(trainer.evaluate({"again": Dataset.from_list(rows[:3])}))
+    after = vars(trainer.score_pairs(sets["7"]))
+    tables = {when: {k: v.tolist() for k, v in table.items()} for when, table in (("before", before), ("after", after))}
+    return result | {"again": again, "tables": tables}
+
+
+def stored(folder: Path, processes: int) -> dict[str, Any]:
+    """Reference log-probabilities scored beforehand, each row by one rank."""
+    rows = text_rows(13)
+    changes = {"precompute_ref_log_probs": processes > 1, "eval_strategy": "steps", "eval_steps": 2}
+    sets = {"a": Dataset.from_list(rows[:3]), "b": Dataset.from_list(rows[:6])}
+    trainer = dpo(folder, processes, rows=rows[:12], eval_dataset=sets, per_device_eval_batch_size=2, **changes, **SGD)
+    return trained(trainer, folder)
+
+
+# --- going on ---------------------------------------------------------------------------------------------------------
+
+
+def resume(folder: Path, processes: int) -> dict[str, Any]:
+    """Six steps at once, and as many over a checkpoint: in the first epoch, and in the second."""
+    result = {}
+    forms: dict[str, dict[str, Any]] = {
+        "sync": {**SYNC, "save_steps": 2},
+        "lora_bema": {**BEMA, "save_steps": 2, "peft": LORA | {"lora_dropout": 0.2}},
+        "ragged": {**SYNC, "save_steps": 3, "rows": text_rows(7)},
+    }
+    for name, changes in forms.items():
+        common = {"max_steps": 7, "save_strategy": "steps", "logging_steps": 3, **changes}
+        straight = dpo(folder / f"{name}-a", processes, **common)
+        straight.train()
+        digests, logs = [digest(straight)], [logs_of(straight)]
+        for step in (changes["save_steps"], 6):
+            torch.manual_seed(99 + step)
+            resumed = dpo(folder / f"{name}-{step}", processes, **common)
+            resumed.train(resume_from_checkpoint=str(folder / f"{name}-a" / f"checkpoint-{step}"))
+            digests.append(digest(resumed))
+            logs.append(logs_of(resumed))
+        result[name] = {"digests": digests, "logs": logs}
+    return result
+
+
+# --- unequal work -----------------------------------------------------------------------------------------------------
+
+
+def unequal(folder: Path, processes: int) -> dict[str, Any]:
+    """R154, R155: rank 0 has rows of 5 tokens and rank 1 of 50; logs and evaluates every step, splits by tokens."""
+    lengths = ([5] * (BATCH // 2) + [50] * (BATCH // 2)) * 3
+    common = {
+        "train_sampling_strategy": "sequential", "max_steps": 3, "eval_strategy": "steps", "eval_steps": 1,
+        "per_device_eval_batch_size": 2, "max_tokens_per_micro_batch": 60, **SGD,
+    }  # fmt: skip
+    pairs, texts = id_pairs(lengths), id_texts(lengths)
+    preference = dpo(folder / "dpo", processes, rows=pairs, eval_dataset=Dataset.from_list(pairs[:5]), **common)
+    supervised = sft(
+        folder / "sft", processes, texts, eval_dataset=Dataset.from_list(texts[:5]), shuffle_dataset=False, **common
+    )
+    return {"dpo": trained(preference, folder / "dpo"), "sft": trained(supervised, folder / "sft")}
+
+
+SCENARIOS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
+    f.__name__: f
+    for f in (sync, adamw, lora_bema, aot, accumulated, tokens, ragged, streaming, evaluation, stored, resume, unequal)
+}

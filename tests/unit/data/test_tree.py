@@ -1,0 +1,103 @@
+"""`PromptTree`s: flat order, positions, what predicts what, selections and splits.
+
+Compared with a loop over tokens that follows the definition in `preftune.types`.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from preftune.data.tree import build_tree, select_prompts, split_by_tokens
+
+ids = st.lists(st.integers(0, 99), max_size=4)
+branches = st.lists(st.tuples(ids.filter(len), st.integers(0, 15)), min_size=1, max_size=3)
+forests = st.lists(st.tuples(ids, branches), min_size=1, max_size=4)
+
+
+def by_definition(prompts, completions, masks):
+    """Flat ids and positions; (predicting, target, branch) of each scored token."""
+    flat, positions, scored = [], [], []
+    branch = 0
+    for prompt, answers, marks in zip(prompts, completions, masks):
+        start = len(flat)
+        flat += prompt
+        positions += range(len(prompt))
+        for answer, mark in zip(answers, marks):
+            for place, token in enumerate(answer):
+                previous = len(flat) - 1 if place else start + len(prompt) - 1
+                predicted = bool(prompt) or place > 0
+                if mark[place] and predicted:
+                    scored.append((previous, len(flat), branch))
+                flat.append(token)
+                positions.append(len(prompt) + place)
+            branch += 1
+    return flat, positions, scored
+
+
+def parts(forest):
+    prompts = [prompt for prompt, _ in forest]
+    completions = [[answer for answer, _ in answers] for _, answers in forest]
+    masks = [[[pattern >> place & 1 for place in range(len(answer))] for answer, pattern in b] for _, b in forest]
+    return prompts, completions, masks
+
+
+def same(one, other):
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+        for a, b in zip(vars(one).values(), vars(other).values())
+    )
+
+
+@given(forests)
+def test_trees_follow_the_definition(forest):
+    prompts, completions, masks = parts(forest)
+    tree = build_tree(prompts, completions, masks)
+    flat, positions, scored = by_definition(prompts, completions, masks)
+    assert tree.input_ids.tolist() == flat
+    assert tree.position_ids.tolist() == positions
+    got = zip(tree.predict_index.tolist(), tree.target_index.tolist(), tree.branch_index.tolist())
+    assert list(got) == scored
+    assert tree.layout == tuple((len(p), tuple(map(len, b))) for p, b in zip(prompts, completions))
+    everything = build_tree(prompts, completions)
+    ones = [[[1] * len(answer) for answer in answers] for answers in completions]
+    assert same(everything, build_tree(prompts, completions, ones))
+
+
+@given(forests, st.data())
+def test_selections_are_trees_of_the_selected(forest, data):
+    prompts, completions, masks = parts(forest)
+    chosen = data.draw(st.lists(st.sampled_from(range(len(forest))), min_size=1, unique=True))
+    selected = select_prompts(build_tree(prompts, completions, masks), chosen)
+    wanted = build_tree(*([part[p] for p in chosen] for part in (prompts, completions, masks)))
+    assert same(selected, wanted)
+
+
+@given(forests, st.integers(1, 20))
+def test_splits_have_every_prompt_once_and_fit(forest, budget):
+    prompts, completions, masks = parts(forest)
+    tree = build_tree(prompts, completions, masks)
+    sizes = [n + sum(b) for n, b in tree.layout]
+    groups = split_by_tokens(tree, budget)
+    assert sorted(p for group in groups for p in group) == list(range(len(forest)))
+    assert all(group == sorted(group) for group in groups)
+    assert all(len(group) == 1 or sum(sizes[p] for p in group) <= budget for group in groups)
+    assert split_by_tokens(tree, None) == [list(range(len(forest)))]
+
+
+def test_wrong_trees():
+    with pytest.raises(ValueError, match="2 prompts and 1 branch lists"):
+        build_tree([[1], [2]], [[[3]]])
+    with pytest.raises(ValueError, match="wanted one non-empty list a prompt"):
+        build_tree([[1]], [[]])
+    with pytest.raises(ValueError, match="prompt 0, branch 0: 2 tokens but 1 mask values"):
+        build_tree([[1]], [[[2, 3]]], [[[1]]])
+
+
+def test_moving_a_tree_moves_all_of_it():
+    tree = build_tree([[1, 2]], [[[3], [4, 5]]])
+    moved = tree.to("meta")
+    assert moved.layout == tree.layout
+    assert all(value.is_meta for name, value in vars(moved).items() if name != "layout")
