@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from preftune.callbacks.bema import BEMACallback
+    from preftune.callbacks.completions import LogCompletionsCallback
     from preftune.callbacks.handler import CallbackHandlerWithRefModel, RefModelCallbackHandler
     from preftune.callbacks.progress import RichProgressCallback
     from preftune.callbacks.sync_ref import SyncRefModelCallback
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
 _NAMES_BY_MODULE = {
     "callbacks.bema": ["BEMACallback"],
     "callbacks.handler": ["CallbackHandlerWithRefModel", "RefModelCallbackHandler"],
+    "callbacks.completions": ["LogCompletionsCallback"],
     "callbacks.progress": ["RichProgressCallback"],
     "callbacks.sync_ref": ["SyncRefModelCallback"],
     "configs.dpo": ["DPOConfig"],
@@ -78,6 +80,7 @@ __all__ = [
     "DPOConfig",
     "DPOTrainer",
     "DatasetMixtureConfig",
+    "LogCompletionsCallback",
     "ModelConfig",
     "RefModelCallbackHandler",
     "RichProgressCallback",

@@ -59,7 +59,9 @@ class PromptTree:
 
     def to(self, device: Any, non_blocking: bool = False) -> PromptTree:
         moved = {
-            f.name: getattr(self, f.name).to(device, non_blocking=non_blocking) for f in fields(self) if f.name != "layout"
+            f.name: getattr(self, f.name).to(device, non_blocking=non_blocking)
+            for f in fields(self)
+            if f.name != "layout"
         }
         return PromptTree(layout=self.layout, **moved)
 

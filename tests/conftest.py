@@ -16,6 +16,8 @@ os.environ.update(
         "HF_HOME": _CACHE,
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": "1",
+        "COMET_ERROR_TRACKING_ENABLE": "false",  # else these two report to their makers while offline
+        "WANDB_ERROR_REPORTING": "false",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
 )

@@ -5,23 +5,12 @@ A prompt is tokenized once and its answers apart from it, but only where that pr
 
 from __future__ import annotations
 
-import json
-import re
-import unicodedata
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerFast
-
+from preftune.data.words import Ids, WordMemo, Words, encode_whole
 from preftune.errors import ConfigError
-
-Ids = list[int]
-
-# Splitting steps that cut a text from left to right by what stands at the cut, and normalisers that change no ASCII.
-_LOCAL_SPLITS = {"ByteLevel", "Split", "Digits", "Punctuation"}
-_LOCAL_NORMALIZERS = {"NFC", "NFKC"}
-_WINDOW = 64
 
 
 @dataclass(slots=True)
@@ -52,18 +41,16 @@ class TextEncoder:
         self._end_texts = tuple(tokenizer.convert_ids_to_tokens(sorted(self.ends)))
         self.leading = _leading_ids(tokenizer)
         self.special_tokens: list[str] = [token.content for token in tokenizer.added_tokens_decoder.values()]
-        self._boundary = Boundary(tokenizer)
+        self._words = Words(tokenizer)
+        self._memo = WordMemo(tokenizer, self._words)
 
     def encode(self, texts: Iterable[str]) -> list[Ids]:
-        """Ids of each text without special tokens around them; equal texts are tokenized once, all in one call."""
+        """Ids of each text without special tokens around it; equal texts are tokenized once, all in one call."""
         texts = list(texts)
         distinct = list(dict.fromkeys(texts))
-        if not distinct:
-            return []
-        out = self.tokenizer(distinct, add_special_tokens=False, return_attention_mask=False, verbose=False)
-        ids = out["input_ids"]
-        if len(distinct) == len(texts):
-            return ids
+        ids = self._memo.encode(distinct)
+        if ids is None:
+            ids = encode_whole(self.tokenizer, distinct)
         known = dict(zip(distinct, ids))
         return [known[text] for text in texts]
 
@@ -93,62 +80,11 @@ class TextEncoder:
         texts: list[str] = []
         apart: list[bool] = []
         for prompt, whole in zip(prompts, wholes):
-            apart.append(all(self._boundary.holds(prompt, text) for text in whole))
+            apart.append(all(self._words.boundary_holds(prompt, text) for text in whole))
             texts.append(prompt)
             texts.extend(text[len(prompt) :] if apart[-1] else text for text in whole)
         ids = iter(self.encode(texts))
         return [_divide(next(ids), [next(ids) for _ in whole], split) for whole, split in zip(wholes, apart)]
-
-
-class Boundary:
-    """Decides whether a text may be tokenized in two parts.
-
-    Tokenizers cut a text at added tokens, then from left to right into words, and turn each word into ids by itself.
-    So two parts give the ids of the whole if the words around the cut are the same with and without it. Tokenizers that
-    do not work like this (no words, or a mark at the beginning of a text) are never split.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        added = list(tokenizer.added_tokens_decoder.values())
-        contents = sorted((token.content for token in added), key=len, reverse=True)
-        self._added = re.compile("|".join(map(re.escape, contents)) or r"(?!)")
-        self._inside_added = {pair for content in contents for pair in zip(content, content[1:])}
-        self._splits = _is_local(tokenizer) and not any(t.lstrip or t.rstrip or t.single_word for t in added)
-        self._tokenizer = tokenizer
-
-    def holds(self, prompt: str, whole: str) -> bool:
-        """Whether ids(prompt) + ids(rest) are the ids of `whole`; False also where that is not certain."""
-        if not whole.startswith(prompt):
-            return False
-        if not prompt or len(whole) == len(prompt):
-            return True
-        end = len(prompt)
-        if not self._splits or (whole[end - 1], whole[end]) in self._inside_added:
-            return False
-        if not whole[end - 1].isascii() or unicodedata.combining(whole[end]):
-            return False
-        before = self._segment_end(prompt)
-        if before is None:
-            return False
-        after = whole[end : end + _WINDOW]
-        token = self._added.search(after)
-        after = after[: token.start()] if token else after
-        return self._words(before + after) == self._words(before) + self._words(after)
-
-    def _segment_end(self, prompt: str) -> str | None:
-        """The end of `prompt` from where a word is sure to begin: an added token, or a space between letters."""
-        near = prompt[-_WINDOW:]
-        start = max((match.end() for match in self._added.finditer(near)), default=0)
-        if start or len(near) == len(prompt):
-            return near[start:]
-        space = re.search(r"(?<=[a-z]) (?=[A-Za-z])", near)
-        return near[space.start() :] if space else None
-
-    def _words(self, text: str) -> list[str]:
-        backend = self._tokenizer.backend_tokenizer
-        if backend.normalizer is not None:
-            text = backend.normalizer.normalize_str(text)
-        return [word for word, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
 
 
 def common_prefix_length(ids: Sequence[int], other: Sequence[int]) -> int:
@@ -163,27 +99,6 @@ def _divide(prompt: Ids, rest: list[Ids], apart: bool) -> Branches:
         return Branches(prompt, rest, 0)
     shared = min((common_prefix_length(prompt, whole) for whole in rest), default=len(prompt))
     return Branches(prompt[:shared], [whole[shared:] for whole in rest], len(prompt) - shared)
-
-
-def _is_local(tokenizer: Any) -> bool:
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        return False
-    backend = tokenizer.backend_tokenizer
-    if backend.pre_tokenizer is None or not set(_kinds(backend.pre_tokenizer, "pretokenizers")) <= _LOCAL_SPLITS:
-        return False
-    return backend.normalizer is None or set(_kinds(backend.normalizer, "normalizers")) <= _LOCAL_NORMALIZERS
-
-
-def _kinds(component: Any, parts: str) -> Iterator[str]:
-    """The types of a tokenizer component, those inside a sequence one by one."""
-    state = json.loads(component.__getstate__())
-    pending = [state]
-    while pending:
-        part = pending.pop()
-        if part["type"] == "Sequence":
-            pending.extend(part[parts])
-        else:
-            yield part["type"]
 
 
 def _leading_ids(tokenizer: Any) -> Ids:

@@ -1,7 +1,7 @@
 """PEFT adapters: what parameters one has, adding a copy of one, and routing a forward through one of them or none.
 
-Routing changes where each layer looks and nothing else. PEFT's own switches also rewrite `requires_grad`, which FSDP2
-reads at the first forward: a reference pass before it would leave the policy's adapter untrained without a word.
+Routing changes where each layer looks and nothing else. PEFT's own switches also rewrite `requires_grad`: on the way
+back they set the whole adapter training, with the parts that the user had frozen.
 """
 
 from __future__ import annotations

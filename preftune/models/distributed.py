@@ -6,7 +6,9 @@ What is elementwise runs on `local_shard`s and gathers nothing; `assemble` and `
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -22,6 +24,11 @@ from preftune.models.structure import unwrap
 def is_zero3(parameter: Tensor) -> bool:
     """True for a parameter that DeepSpeed has partitioned: its own data are empty, the shard is `ds_tensor`."""
     return "ds_id" in vars(parameter)
+
+
+def is_sharded_by_zero3(model: nn.Module) -> bool:
+    """Whether ZeRO-3 has partitioned the model; its first parameter tells."""
+    return any(is_zero3(p) for p in islice(model.parameters(), 1))
 
 
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
@@ -54,6 +61,35 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+@contextmanager
+def callable_alone(model: nn.Module) -> Iterator[None]:
+    """Lets a model be called that ZeRO-3 partitioned while it was loaded and no engine has taken over yet.
+
+    For its call each module gathers the parameters of its own, without gradients. On any other model it does nothing.
+    """
+    inner = unwrap(model)
+    if not is_sharded_by_zero3(inner) or "ds_id" in vars(inner):  # the engine numbers the modules that it looks after
+        yield
+        return
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    gathered: list[Any] = []
+
+    def gather(module: nn.Module, _: Any) -> None:
+        gathered.append(deepspeed.zero.GatheredParameters(list(module.parameters(recurse=False))))
+        gathered[-1].__enter__()
+
+    def release(*_: Any) -> None:
+        gathered.pop().__exit__(None, None, None)
+
+    with ExitStack() as hooks:
+        for module in inner.modules():
+            if any(map(is_zero3, module.parameters(recurse=False))):
+                hooks.callback(module.register_forward_pre_hook(gather).remove)
+                hooks.callback(module.register_forward_hook(release, always_call=True).remove)
+        yield
 
 
 def full_tensor(parameter: Tensor) -> Tensor:
@@ -188,6 +224,7 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 
 __all__ = [
     "assemble",
+    "callable_alone",
     "deep_copy",
     "full_state_dict",
     "full_tensor",

@@ -196,7 +196,8 @@ def enable_router_loss(model: nn.Module, coefficient: float | None) -> float:
     if own is None:
         if coefficient:
             raise ConfigError(
-                f"router_aux_loss_coef={coefficient}, but {type(model).__name__} has no experts to balance. Leave it out."
+                f"router_aux_loss_coef={coefficient}, but {type(model).__name__} has no experts to balance. Leave it "
+                "out."
             )
         return 0.0
     coefficient = own if coefficient is None else coefficient

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from preftune.errors import ConfigError
 from preftune.models import structure
 from preftune.models.attention import Layout, is_active, scoring
+from preftune.models.distributed import callable_alone
 from preftune.models.head import OUTPUTS, HeadOptions, LogitTransform, generic_scores, linear_scores
 from preftune.models.inputs import ModelInputs, pooling_inputs, scoring_inputs
 from preftune.models.probe import HeadPlan, LayoutChoice, choose_layout, head_plan
@@ -137,6 +138,8 @@ def _call(model: nn.Module, inputs: ModelInputs, layout: Layout) -> Any:
                     "token_scores and backward"
                 )
             stack.enter_context(scoring(model, layout))
+        if not torch.is_grad_enabled():
+            stack.enter_context(callable_alone(model))
         return model(**inputs.keywords)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -19,8 +19,9 @@ from preftune.data.tree import build_tree
 from preftune.errors import ConfigError
 from preftune.models import structure
 from preftune.models.attention import Layout, scoring
-from preftune.models.head import LogitTransform
 from preftune.models.audit import mask_obstacle
+from preftune.models.distributed import callable_alone
+from preftune.models.head import LogitTransform
 from preftune.models.inputs import ModelInputs, every_position, scoring_inputs
 from preftune.models.redirect import Redirect, redirected, restored
 from preftune.models.structure import PostHeadField, PostHeadKind
@@ -282,11 +283,15 @@ def _quietly(model: nn.Module) -> Iterator[None]:
     try:
         for module, _ in flags:
             module.training = False
+        # Without a padding token a classifier refuses more than one row, and the probe has several.
+        pad = structure.pad_token(model, 0) if structure.pad_token_id(model) is None else nullcontext()
         with (
+            pad,
             scoring(model, "padded"),
             torch.random.fork_rng(devices),
             torch.no_grad(),
             torch.autocast(device.type, enabled=False),
+            callable_alone(model),
         ):
             yield
     finally:

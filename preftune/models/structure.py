@@ -62,7 +62,8 @@ def num_labels(model: nn.Module) -> int | None:
 
 def vocabulary_size(model: nn.Module) -> int:
     """Number of ids the input embeddings know."""
-    return unwrap(model).get_input_embeddings().weight.shape[0]  # pyright: ignore
+    weight = unwrap(model).get_input_embeddings().weight
+    return getattr(weight, "ds_shape", weight.shape)[0]  # pyright: ignore
 
 
 def input_device(model: nn.Module) -> torch.device:

@@ -24,9 +24,11 @@ from transformers.trainer_utils import rotate_checkpoints
 from preftune.callbacks.attach import moves_reference, reference_callbacks
 from preftune.callbacks.handler import RefModelCallbackHandler
 from preftune.callbacks.jsonl_log import JsonlLogCallback
+from preftune.callbacks.progress import replace_default_progress
 from preftune.configs.base import BaseConfig
 from preftune.data.report import DataReport
 from preftune.errors import ConfigError, DataFormatError
+from preftune.models.adapters import is_our_reference
 from preftune.models.attention import Layout
 from preftune.models.load import (
     disable_dropout,
@@ -114,7 +116,6 @@ class BaseTrainer(Trainer, ABC):
         self.data_reports: dict[str, DataReport] = {}
         self._staging: str | None = None
         self.reference: ReferenceModel | None = None
-        self.reference_moves = False
         self.args = args
         # accelerate would cut the flat tensors of streams along their first axis to hand them to the ranks
         args.accelerator_config.dispatch_batches = False
@@ -163,6 +164,7 @@ class BaseTrainer(Trainer, ABC):
         self._attach_reference(ref_model, peft_config is not None, callbacks)
         self.add_callback(_RestoreRunningTotals(self))
         self.add_callback(JsonlLogCallback())
+        replace_default_progress(self.callback_handler.callbacks)
         self._say_decisions()
 
     # What a family provides
@@ -217,7 +219,11 @@ class BaseTrainer(Trainer, ABC):
         self.callback_handler = RefModelCallbackHandler.from_handler(self.callback_handler, self.reference)
         for callback in reference_callbacks(self.args, self.reference, callbacks):
             self.add_callback(callback)
-        self.reference_moves = will_move
+
+    @property
+    def reference_moves(self) -> bool:
+        """Whether a callback moves the reference, one that was added later as well."""
+        return any(map(moves_reference, self.callback_handler.callbacks))
 
     @property
     def ref_model(self) -> nn.Module | None:
@@ -327,13 +333,19 @@ class BaseTrainer(Trainer, ABC):
             self.state.best_model_checkpoint = best
         self.state.save_to_json(os.path.join(partial, TRAINER_STATE_NAME))
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        if self.is_fsdp_enabled and not _internal_call:
+            kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
+            if "FULL_STATE_DICT" not in kind:  # transformers writes shards into checkpoints, and nothing here
+                self._save(output_dir, self.accelerator.get_state_dict(self.model))
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Saves the policy alone: a reference adapter lives in the checkpoint's extras, not in the model."""
+        """Saves the policy alone: a reference adapter that we made lives in the checkpoint's extras."""
         super()._save(output_dir, state_dict)
-        if self.reference is not None and self.reference.adapter_name is not None and self.args.should_save:
-            shutil.rmtree(
-                os.path.join(output_dir or self.args.output_dir, self.reference.adapter_name), ignore_errors=True
-            )
+        adapter = self.reference.adapter_name if self.reference is not None else None
+        if adapter is not None and self.args.should_save and is_our_reference(cast(Any, self.model), adapter):
+            shutil.rmtree(os.path.join(output_dir or self.args.output_dir, adapter), ignore_errors=True)
 
     @property
     def is_sharded(self) -> bool:

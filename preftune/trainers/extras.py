@@ -5,6 +5,7 @@ One rule for what moves: the reference if it moves, and every callback with torc
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
@@ -13,9 +14,11 @@ from accelerate.utils import gather_object
 from torch.distributed.checkpoint.stateful import Stateful
 
 from preftune.errors import CheckpointError
-from preftune.models.reference import MovableReference
+from preftune.models.reference import LiveReference, MovableReference, Stored
 from preftune.trainers.metrics import merged
 from preftune.trainers.state import load_extras, save_extras
+
+_PREFIX = 256  # values of each weight that identify it
 
 if TYPE_CHECKING:
     from preftune.trainers.base import BaseTrainer
@@ -50,6 +53,7 @@ def save_running_state(trainer: BaseTrainer, folder: str) -> None:
         return
     whole = {
         "layout": trainer.layout,
+        "reference": reference_identity(trainer),
         "tokens_seen": float(trainer.tokens_seen),
         "ranks": ranks,
         "running": {
@@ -79,6 +83,12 @@ def load_running_state(trainer: BaseTrainer, checkpoint: str) -> None:
             f"{checkpoint} holds the shards of {len(ranks)} processes, and this run has {world}. Go on with as many as "
             "wrote it, or start a new run from the saved model."
         )
+    if saved["reference"] != reference_identity(trainer):
+        raise CheckpointError(
+            f"the reference of this run is not that of the run that wrote {checkpoint}: it was "
+            f"{saved['reference']!r}, it is {reference_identity(trainer)!r}. Give the trainer the model that the run "
+            "began with (the checkpoint's weights are loaded into it), and the same reference options."
+        )
     moving = load_extras(checkpoint, _shard_name(trainer)) if trainer.is_sharded else saved["moving"]
     _load_moving(checkpoint, moving_parts(trainer), moving)
     trainer.tokens_seen = saved["tokens_seen"]
@@ -90,6 +100,25 @@ def load_running_state(trainer: BaseTrainer, checkpoint: str) -> None:
     trainer.train_metrics.load_state_dict(mine["metrics"])
     trainer.train_metrics.to(trainer.args.device)
     trainer.running_totals = saved["running"] | {"tr_loss": mine["tr_loss"]}
+
+
+def reference_identity(trainer: BaseTrainer) -> str:
+    """What a fixed reference is: its form and the start of each of its weights; of a moving one the form alone.
+
+    A fixed reference is not saved, so a resumed run must have been built with the same one.
+    """
+    reference = trainer.reference
+    if reference is None:
+        return "none"
+    if isinstance(reference, Stored):
+        return f"stored {reference.folder.name if reference.folder is not None else 'in memory'}"
+    if trainer.reference_moves or trainer.is_sharded or not isinstance(reference, LiveReference):
+        return reference.form
+    sha = hashlib.sha256()
+    for name, tensor in sorted(reference.weights(trainer.model).items()):
+        sha.update(name.encode())
+        sha.update(tensor.detach().flatten()[:_PREFIX].float().cpu().numpy().tobytes())
+    return f"{reference.form} {sha.hexdigest()[:16]}"
 
 
 def _shard_name(trainer: BaseTrainer) -> str:

@@ -24,6 +24,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from preftune.data.tree import split_by_tokens
 from preftune.errors import ConfigError, DataFormatError
+from preftune.models.distributed import is_zero3
 from preftune.models.inputs import scoring_inputs
 from preftune.models.logprobs import scoring
 from preftune.models.stored import Stored
@@ -206,13 +207,14 @@ class OfflineTrainer(BaseTrainer):
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         """The gradient norm; a step whose gradient is not finite stops the run before it spoils the weights."""
         norm: Any = super()._get_grad_norm(model, grad_norm)
-        if self.accelerator.scaler is None and not math.isfinite(float(norm)):
-            raise FloatingPointError(
-                f"the gradient norm of step {self.state.global_step + 1} is {float(norm)}: the loss or a gradient is "
-                "not finite. Nothing was written to the weights. Look at the rows of this step, lower "
-                "learning_rate, or set max_grad_norm."
-            )
-        return norm
+        if norm is None or self.accelerator.scaler is not None or math.isfinite(float(norm)):
+            return norm
+        stepped = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # inside its backward
+        written = "DeepSpeed has already used it; go on from a checkpoint" if stepped else "The weights are as before"
+        raise FloatingPointError(
+            f"the gradient norm of step {self.state.global_step + 1} is {float(norm)}: the loss or a gradient is not "
+            f"finite. {written}. Look at the rows of this step, lower learning_rate, or set max_grad_norm."
+        )
 
     def floating_point_ops(self, inputs: Batch) -> int:
         """6 x parameters x tokens really forwarded (a shared prompt once)."""
@@ -220,7 +222,7 @@ class OfflineTrainer(BaseTrainer):
 
     @functools.cached_property
     def _num_parameters(self) -> int:
-        return sum(p.numel() for p in self.model.parameters())
+        return sum(p.ds_numel if is_zero3(p) else p.numel() for p in self.model.parameters())
 
     def activation_context(self) -> AbstractContextManager:
         """Keeps saved activations in host memory where `activation_offloading` asks for it."""

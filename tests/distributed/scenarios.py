@@ -5,6 +5,7 @@ Each returns plain numbers; weights go to a file that the test reads.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from datasets import Dataset, IterableDataset
 from peft import LoraConfig
+from safetensors.torch import load_file
 
 from preftune import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from preftune.models.distributed import full_state_dict, unwrap
@@ -38,12 +40,27 @@ def numbers_of(metrics: dict[str, float]) -> dict[str, float]:
 
 
 def save_weights(trainer: Any, folder: Path) -> None:
-    """Policy and reference of every rank, for a comparison by the test."""
+    """Policy and reference of every rank, and what was saved as model and as BEMA, for a comparison by the test."""
     state = {f"policy.{k}": v.clone() for k, v in full_state_dict(unwrap(trainer.model), {}).items()}
     if trainer.ref_model is not None:
         state |= {f"reference.{k}": v.clone() for k, v in full_state_dict(unwrap(trainer.ref_model), {}).items()}
-    folder.mkdir(parents=True, exist_ok=True)
+    for part in ("model", "bema"):
+        for path in (folder / ("" if part == "model" else part)).glob("*.safetensors"):
+            state |= {f"{part}.{k}": v for k, v in load_file(path).items()}
     torch.save(state, folder / f"weights-{trainer.args.process_index}.pt")
+
+
+def policy(seed: int = 0) -> Any:
+    """The tiny model, or the folder that holds it where models are to be loaded by name."""
+    folder = os.environ.get("PREFTUNE_TEST_MODELS")
+    return str(Path(folder, f"seed{seed}")) if folder else tiny_model(seed=seed)
+
+
+def save_models(folder: Path) -> dict[str, str]:
+    """Writes the models that `policy` gives; the environment that makes it give their folders."""
+    for seed in (0, 1):
+        tiny_model(seed=seed).save_pretrained(folder / f"seed{seed}")
+    return {"PREFTUNE_TEST_MODELS": str(folder)}
 
 
 def text_rows(count: int) -> list[dict[str, str]]:
@@ -53,11 +70,11 @@ def text_rows(count: int) -> list[dict[str, str]]:
 
 def dpo(folder: Path, processes: int, *, rows: Any = None, peft: dict | None = None, **changes: Any) -> DPOTrainer:
     """A trainer whose step holds `BATCH` rows (times the accumulation steps) over all processes."""
-    extra = {k: changes.pop(k) for k in ("eval_dataset", "ref_model", "model") if k in changes}
+    extra = {k: changes.pop(k) for k in ("eval_dataset", "ref_model") if k in changes}
     changes.setdefault("per_device_train_batch_size", BATCH // processes)
     rows = text_rows(16) if rows is None else rows
     return DPOTrainer(
-        model=extra.pop("model", None) or tiny_model(),
+        model=policy(),
         args=DPOConfig(**options(folder, **changes)),
         train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
         processing_class=make_tokenizer("plain"),
@@ -70,7 +87,7 @@ def sft(folder: Path, processes: int, rows: list[dict], **changes: Any) -> SFTTr
     eval_rows = changes.pop("eval_dataset", None)
     changes.setdefault("per_device_train_batch_size", BATCH // processes)
     return SFTTrainer(
-        model=tiny_model(),
+        model=policy(),
         args=SFTConfig(**options(folder, **changes)),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=eval_rows,
@@ -80,6 +97,8 @@ def sft(folder: Path, processes: int, rows: list[dict], **changes: Any) -> SFTTr
 
 def trained(trainer: Any, folder: Path) -> dict[str, Any]:
     trainer.train()
+    trainer.save_model()
+    trainer.accelerator.wait_for_everyone()
     save_weights(trainer, folder)
     form = trainer.reference.form if trainer.reference is not None else None
     return {"logs": logs_of(trainer), "layout": trainer.layout, "reference": form}
@@ -113,14 +132,24 @@ def adamw(folder: Path, processes: int) -> dict[str, Any]:
     return trained(dpo(folder, processes, **SYNC, adam_epsilon=1e-3), folder)
 
 
+def bema(folder: Path, processes: int) -> dict[str, Any]:
+    """The average is kept in shards and saved whole."""
+    return trained(dpo(folder, processes, **BEMA, **SGD), folder)
+
+
 def lora_bema(folder: Path, processes: int) -> dict[str, Any]:
     return trained(dpo(folder, processes, peft=LORA, **BEMA, **SGD), folder)
 
 
 def aot(folder: Path, processes: int) -> dict[str, Any]:
     """Rows are sorted over all ranks."""
-    changes = {"loss_type": ["aot", "sft"], "ref_model": tiny_model(seed=1), "gradient_accumulation_steps": 2}
+    changes = {"loss_type": ["aot", "sft"], "ref_model": policy(seed=1), "gradient_accumulation_steps": 2}
     return trained(dpo(folder, processes, **changes, **SGD), folder)
+
+
+def checkpointed(folder: Path, processes: int) -> dict[str, Any]:
+    """R152: an adapter and activation checkpointing; layers run a second time in the backward pass."""
+    return trained(dpo(folder, processes, peft=LORA, activation_checkpointing=True, max_steps=2, **SGD), folder)
 
 
 def accumulated(folder: Path, processes: int) -> dict[str, Any]:
@@ -185,6 +214,15 @@ def evaluation(folder: Path, processes: int) -> dict[str, Any]:
     return result | {"again": again, "tables": tables}
 
 
+def judged(folder: Path, processes: int) -> dict[str, Any]:
+    """Evaluation of a model that is not trained at all."""
+    rows = text_rows(7)
+    trainer = dpo(
+        folder, processes, ref_model=policy(seed=1), eval_dataset=Dataset.from_list(rows), per_device_eval_batch_size=2
+    )
+    return {"eval": numbers_of(trainer.evaluate())}
+
+
 def stored(folder: Path, processes: int) -> dict[str, Any]:
     """Reference log-probabilities scored beforehand, each row by one rank."""
     rows = text_rows(13)
@@ -240,5 +278,21 @@ def unequal(folder: Path, processes: int) -> dict[str, Any]:
 
 SCENARIOS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
     f.__name__: f
-    for f in (sync, adamw, lora_bema, aot, accumulated, tokens, ragged, streaming, evaluation, stored, resume, unequal)
+    for f in (
+        sync,
+        adamw,
+        bema,
+        lora_bema,
+        aot,
+        checkpointed,
+        accumulated,
+        tokens,
+        ragged,
+        streaming,
+        unequal,
+        evaluation,
+        judged,
+        stored,
+        resume,
+    )
 }

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.dist
 
@@ -86,7 +87,9 @@ COMMON = (
     ),
     *(
         "--learning_rate",
-        "1e-2",
+        "0.5",
+        "--optim",
+        "sgd",
         "--sync_ref_model",
         "--ref_model_sync_steps",
         "2",
@@ -109,6 +112,8 @@ def test_two_processes_equal_one(folder):
     assert len(losses(folder, "two")) == 4
     for got, wanted in zip(losses(folder, "two"), losses(folder, "one"), strict=True):
         assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    weights = [load_file(folder / name / "model.safetensors") for name in ("two", "one")]
+    assert all((weights[0][name] - value).abs().max() < 1e-5 for name, value in weights[1].items())
     assert two.stdout.count("The model and its metrics are in two") == 1
 
 

@@ -5,9 +5,6 @@ One launch runs all scenarios; each test compares one of them with the same scen
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +12,7 @@ import pytest
 import torch
 
 from tests.distributed import scenarios, worker
-from tests.support.launch import run_command, torchrun
-from tests.support.models import tiny_model
-from tests.support.tokenizers import make_tokenizer
+from tests.support.launch import torchrun
 
 pytestmark = pytest.mark.dist
 
@@ -109,31 +104,3 @@ def test_fewer_processes_go_on(tmp_path, ranks):
     one = scenarios.dpo(tmp_path, 1, max_steps=7, logging_steps=3, **scenarios.SYNC)
     one.train(resume_from_checkpoint=str(checkpoint))
     same(scenarios.logs_of(one), ranks[0]["scenarios"]["resume"]["sync"]["logs"][0], tolerance=1e-4)
-
-
-def test_command_line(tmp_path):
-    """`preftune dpo --accelerate_config cpu_ddp` on rows in a file, and one process with twice the batch."""
-    tiny_model().save_pretrained(tmp_path / "model")
-    make_tokenizer("plain").save_pretrained(tmp_path / "model")
-    rows = scenarios.text_rows(8)
-    (tmp_path / "rows.json").write_text("\n".join(map(json.dumps, rows)))
-    out = tmp_path / "out"
-    options = {
-        "model_name_or_path": tmp_path / "model", "dataset_name": tmp_path / "rows.json", "output_dir": out,
-        "accelerate_config": "cpu_ddp", "per_device_train_batch_size": 2, "max_steps": 3, "learning_rate": 0.5,
-        "optim": "sgd", "lr_scheduler_type": "constant", "logging_steps": 1, "save_steps": 3, "report_to": "none",
-        "sync_ref_model": "true", "ref_model_sync_steps": 2, "progress": "none", "seed": 0,
-    }  # fmt: skip
-    line = [text for key, value in options.items() for text in (f"--{key}", str(value))]
-    env = {"HF_HOME": os.environ["HF_HOME"]}
-    run_command([sys.executable, "-m", "preftune.cli", "dpo", *line], tmp_path / "log", timeout=180, env=env)
-    assert (out / "checkpoint-3" / "rng_state_1.pth").is_file(), "only one process trained"
-
-    one = scenarios.dpo(tmp_path / "one", 1, rows=rows, max_steps=3, **scenarios.SYNC, **scenarios.SGD)
-    one.train()
-    saved = type(one.model).from_pretrained(out)
-    for (name, a), b in zip(one.model.named_parameters(), saved.parameters(), strict=True):
-        assert (a - b).abs().max() < 1e-5, name
-    state = json.loads((out / "checkpoint-3" / "trainer_state.json").read_text())
-    logged = [entry for entry in scenarios.logs_of(one) if "loss" in entry]
-    same(logged, state["log_history"][:3])

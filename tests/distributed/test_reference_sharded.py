@@ -135,7 +135,7 @@ def check_fsdp2_adapter(rank: int, folder: Path) -> None:
         fully_shard(layer)
     fully_shard(policy)
     tree = build_tree([[5, 6, 7]], [[[8, 9], [10, 11, 12]]])
-    # the reference speaks first, before FSDP2 has seen any forward: the policy must still get its gradients
+    # the first forward that FSDP2 sees is the reference's: the policy must still get its gradients
     start = reference.branch_logps(policy, tree, layout="padded")
     policy.train()
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=1.0)

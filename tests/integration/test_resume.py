@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import LlamaForCausalLM
 
 from preftune import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from preftune.errors import CheckpointError
@@ -155,3 +156,13 @@ def test_another_set_of_moving_parts_is_refused(tmp_path, tiny_model, tokenizer,
     other = build(tmp_path / "b", tiny_model, tokenizer, preference_rows, "fixed")
     with pytest.raises(CheckpointError, match="reference"):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_run_built_from_the_checkpoint_is_refused(tmp_path, tiny_model, tokenizer, preference_rows):
+    """Its reference would be the trained policy: the loss would start anew at log 2."""
+    build(tmp_path, tiny_model, tokenizer, preference_rows).train()
+    folder = str(tmp_path / "checkpoint-4")
+    trained = LlamaForCausalLM.from_pretrained(folder)
+    other = build(tmp_path / "b", lambda: trained, tokenizer, preference_rows)
+    with pytest.raises(CheckpointError, match="the model that the run began with"):
+        other.train(resume_from_checkpoint=folder)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from preftune.models.distributed import full_state_dict, unwrap
 from preftune.trainers.extras import moving_state
 
 
@@ -35,6 +36,12 @@ def options(output_dir: Any, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
+# by torch, by ZeRO-2 and by ZeRO-3
+_OPTIMIZER_STATE = (
+    "state", "base_optimizer_state", "single_partition_of_fp32_groups", "optimizer_state_dict", "fp32_flat_groups"
+)  # fmt: skip
+
+
 def _feed(sha: Any, value: Any) -> None:
     if isinstance(value, DTensor):
         value = value.to_local()  # this rank's part
@@ -53,10 +60,11 @@ def _feed(sha: Any, value: Any) -> None:
 
 
 def digest(trainer: Any) -> str:
-    """sha256 of weights (all adapters), optimizer, scheduler, reference and averages."""
+    """sha256 of weights (all adapters), optimizer, scheduler, reference and averages; a collective where sharded."""
     sha = hashlib.sha256()
-    _feed(sha, trainer.model.state_dict())
-    _feed(sha, trainer.optimizer.state_dict()["state"])
+    _feed(sha, full_state_dict(unwrap(trainer.model), {}))
+    optimizer = trainer.optimizer.state_dict()
+    _feed(sha, {name: optimizer[name] for name in _OPTIMIZER_STATE if name in optimizer})
     _feed(sha, trainer.lr_scheduler.state_dict())
     _feed(sha, moving_state(trainer))
     return sha.hexdigest()

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.support.models import tiny_model
 from tests.support.tokenizers import make_tokenizer
-from tests.unit.callbacks.tiny_trainer import tiny_trainer, train_rows
+from tests.unit.callbacks.tiny_trainer import eval_rows, random_collator, train_rows
 
 EVENTS = [name for name in dir(TrainerCallback) if name.startswith("on_")]
 
@@ -61,27 +61,28 @@ def plain_trainer(
     output_dir: Path, callbacks: list, *, model: Any = None, steady: bool = False, **options: Any
 ) -> Trainer:
     """Six steps on the CPU, constant learning rate, no evaluation."""
-    defaults = {
+    defaults: dict[str, Any] = {
         "max_steps": 6,
-        "gradient_accumulation_steps": 1,
-        "eval_strategy": "no",
+        "per_device_train_batch_size": 2,
         "lr_scheduler_type": "constant",
         "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
         "disable_tqdm": True,
+        "remove_unused_columns": False,
+        "seed": 3,
     }
-    trainer = tiny_trainer(output_dir, callbacks, **{**defaults, **options})
-    if steady:
-        trainer.data_collator = steady_collator
-    if model is not None:
-        trainer = Trainer(
-            model=model,
-            args=trainer.args,
-            train_dataset=train_rows(),
-            processing_class=make_tokenizer("plain"),
-            data_collator=trainer.data_collator,
-            callbacks=callbacks,
-        )
-    return trainer
+    return Trainer(
+        model=model if model is not None else tiny_model(attention_dropout=0.2),
+        args=TrainingArguments(output_dir=str(output_dir), **{**defaults, **options}),
+        train_dataset=train_rows(),
+        eval_dataset=eval_rows(),
+        processing_class=make_tokenizer("plain"),
+        data_collator=steady_collator if steady else random_collator,
+        callbacks=callbacks,
+    )
 
 
 __all__ = ["EVENTS", "EventRecorder", "Recorder", "plain_trainer", "tiny_model"]

@@ -51,24 +51,24 @@ def assert_close(got, expected):
         torch.testing.assert_close(got[name].double(), expected[name].double(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
+def test_average_equals_the_slow_recursion(tmp_path):
+    names = {"freq": "update_freq", "after": "update_after", "kappa": "ema_power", "eta": "bias_power", "rho": "lag"}
+    names |= {"gamma": "multiplier", "minimum": "min_ema_multiplier"}
+    cases = [
         {},
         {"freq": 2},
         {"freq": 2, "after": 1},
         {"after": 3},
         {"eta": 0.0},
         {"kappa": 0.0},
+        {"rho": 1, "gamma": 0.5},
         {"rho": 1, "gamma": 0.5, "minimum": 0.6},
-    ],
-)
-def test_average_equals_the_slow_recursion(tmp_path, options):
-    names = {"freq": "update_freq", "after": "update_after", "kappa": "ema_power", "eta": "bias_power", "rho": "lag"}
-    names |= {"gamma": "multiplier", "minimum": "min_ema_multiplier"}
-    callback = BEMACallback(**{"update_freq": 1, **{names[k]: v for k, v in options.items()}})
-    _, recorder = run(tmp_path, callback)
-    assert_close(callback.average, slow_bema(recorder.policy, **options)[-1])
+    ]
+    callbacks = [BEMACallback(**{"update_freq": 1, **{names[k]: v for k, v in case.items()}}) for case in cases]
+    recorder = Recorder()
+    plain_trainer(tmp_path, [*callbacks, recorder]).train()
+    for case, callback in zip(cases, callbacks, strict=True):
+        assert_close(callback.average, slow_bema(recorder.policy, **case)[-1])
 
 
 def test_bias_power_from_full_correction_to_none(tmp_path):
@@ -245,7 +245,7 @@ class SaveAndStop(BEMACallback):
         save_extras(self.folder, self.state_dict())
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 5])
+@pytest.mark.parametrize("stop", [2, 5])
 def test_a_resumed_run_ends_with_the_same_bits(tmp_path, stop):
     options = {"update_freq": 2, "update_after": 1, "bias_power": 0.3}
     straight = BEMACallback(**options)
@@ -257,9 +257,14 @@ def test_a_resumed_run_ends_with_the_same_bits(tmp_path, stop):
     second.load_state_dict(load_extras(str(tmp_path)))
     trainer = plain_trainer(tmp_path / "run", [second], steady=True, save_strategy="steps", save_steps=100)
     trainer.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{stop}"))
-    one, two = straight.state_dict(), second.state_dict()
-    assert one.keys() == two.keys()
-    assert all(torch.equal(v, two[k]) if isinstance(v, torch.Tensor) else v == two[k] for k, v in one.items())
+    for one, two in (
+        (straight.theta_0, second.theta_0),
+        (straight.ema, second.ema),
+        (straight.average, second.average),
+    ):
+        assert one.keys() == two.keys()
+        assert one
+        assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_a_resume_without_the_state_is_said_aloud(tmp_path, caplog):

@@ -240,6 +240,7 @@ class TestRun:
         monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
         callback.on_train_begin(trainer.args, TrainerState(is_world_process_zero=False), TrainerControl())
         assert len(callback.log_completions(1)) == 1
+        jsonl_tracker(tmp_path / "logs").flush(10)
         assert not (tmp_path / "logs").exists()
 
 

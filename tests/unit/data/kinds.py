@@ -1,4 +1,4 @@
-"""Tokenizers of the kinds that published models have, trained on a few lines: by how they cut text into words.
+"""Tokenizers of the kinds that published models have, by how they cut text into words, and texts that try them.
 
 All have the special tokens of the shared test tokenizer; `METASPACE` and `NO_WORDS` cannot be tokenized in parts.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 
+from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -32,12 +33,23 @@ EXTRA_LINES = (
     "ünï cödé é naïve 你好 世界",
 )
 
+CHATTY = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+PIECES = [
+    *["a", "the", " the", "user", "'s", "'", ":", ": ", ".", "?", "€", " €", "9", "12", "345", "é", "ü", "你好", "ᄀ", "ᅡ", "<", "im_", "<", "im_end", ">", "<", "im_start", ">", "<eos>"],
+    *("<|", "|>", "<|im_end|>", "<|im_start|>", "e\u0301", "\u0301", "\n", "\n\n", "\r\n", " ", "  ", "\t"),
+    *("assistant", "\n<|im_start|>assistant\n", "capital of France", " I know", "1234567", "x" * 70),
+]
+texts = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
+
 KINDS = ("bytes", "prefix_space", "three_digits", "one_digit_nfc", "newline_digits", "metaspace", "no_words")
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
     bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_of_words])
+
+
+LOCAL_KINDS = KINDS[:5]
 
 
 @functools.cache

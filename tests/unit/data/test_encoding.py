@@ -5,44 +5,21 @@ The oracle is the tokenizer on the whole text, one text at a time.
 
 from __future__ import annotations
 
+import functools
 import pickle
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from preftune.data.encoding import Boundary, TextEncoder, common_prefix_length
+from preftune.data.encoding import TextEncoder, common_prefix_length
 from preftune.errors import ConfigError
-from tests.unit.data.kinds import KINDS, tokenizer_of
+from tests.unit.data.kinds import CHATTY, KINDS, texts, tokenizer_of
 
-PIECES = [
-    *(
-        "\n",
-        "\n\n",
-        " ",
-        "  ",
-        "\t",
-        "a",
-        "the",
-        " the",
-        "user",
-        "'s",
-        "'",
-        ":",
-        ": ",
-        ".",
-        "?",
-        "€",
-        " €",
-        "9",
-        "12",
-        "345",
-    ),
-    *("é", "e\u0301", "\u0301", "ü", "你好", "ᄀ", "ᅡ", "<", "<|", "|>", "im_", "<|im_end|>", "<|im_start|>", "<eos>"),
-    *("assistant", "\n<|im_start|>assistant\n", "capital of France", " I know", "1234567", "\r\n", "x" * 70),
-]
-texts = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
-CHATTY = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+@functools.cache
+def encoder_of(kind):
+    return TextEncoder(tokenizer_of(kind))
 
 
 def ids(tokenizer, text):
@@ -69,32 +46,12 @@ def longest_common(prompt, *wholes):
 def test_branches_are_the_ids_of_the_whole(kind, prompt, chosen, rejected):
     tokenizer = tokenizer_of(kind)
     wholes = (prompt + chosen, prompt + rejected)
-    (branches,) = TextEncoder(tokenizer).branches([prompt], [wholes])
+    (branches,) = encoder_of(kind).branches([prompt], [wholes])
     alone, *joint = (ids(tokenizer, text) for text in (prompt, *wholes))
     shared = longest_common(alone, *joint)
     assert branches.prompt == alone[:shared]
     assert branches.answers == [whole[shared:] for whole in joint]
     assert branches.moved == len(alone) - shared
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@given(prompt=texts, answer=texts)
-def test_a_boundary_that_holds_splits_the_ids(kind, prompt, answer):
-    tokenizer = tokenizer_of(kind)
-    if Boundary(tokenizer).holds(prompt, prompt + answer):
-        assert ids(tokenizer, prompt) + ids(tokenizer, answer) == ids(tokenizer, prompt + answer)
-
-
-@pytest.mark.parametrize("kind", ["bytes", "three_digits", "one_digit_nfc", "newline_digits"])
-@pytest.mark.parametrize("answer", ["Hello there, friend.", "你好。", "12 apples", "<|im_end|>\n", "`code`"])
-def test_usual_chat_answers_are_tokenized_apart(kind, answer):
-    """Else preparation would be right but slow: the prompt of a chat template is not tokenized again."""
-    assert Boundary(tokenizer_of(kind)).holds(CHATTY, CHATTY + answer)
-
-
-@pytest.mark.parametrize("kind", ["metaspace", "no_words"])
-def test_tokenizers_that_mark_the_beginning_are_never_split(kind):
-    assert not Boundary(tokenizer_of(kind)).holds(CHATTY, CHATTY + "Hello there.")
 
 
 def test_prompt_that_is_no_prefix_of_the_whole(tokenizer):
@@ -106,7 +63,8 @@ def test_prompt_that_is_no_prefix_of_the_whole(tokenizer):
     assert branches.moved > 0
 
 
-def test_each_text_is_tokenized_once_in_one_call(tokenizer, monkeypatch):
+def test_equal_texts_are_tokenized_once_in_one_call(monkeypatch):
+    tokenizer = tokenizer_of("no_words")  # never in pieces
     calls = []
     plain = type(tokenizer).__call__
 
@@ -114,11 +72,10 @@ def test_each_text_is_tokenized_once_in_one_call(tokenizer, monkeypatch):
         calls.append(list(texts))
         return plain(self, texts, **how)
 
-    encoder = TextEncoder(tokenizer)
+    encoder = encoder_of("no_words")
     monkeypatch.setattr(type(tokenizer), "__call__", counting)
-    prompts = [CHATTY, CHATTY, CHATTY.replace("hi", "ho")]
-    encoder.branches(prompts, [(p + "yes", p + "no") for p in prompts])
-    assert calls == [[CHATTY, "yes", "no", CHATTY.replace("hi", "ho")]]
+    encoder.branches(["q", "q", "r"], [("qa", "qb"), ("qa", "qc"), ("ra", "rb")])
+    assert calls == [["q", "qa", "qb", "qc", "r", "ra", "rb"]]
 
 
 def test_leading_ids(tokenizer, make_tokenizer):

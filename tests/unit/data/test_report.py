@@ -30,14 +30,17 @@ def test_counts_add_up_and_examples_are_the_first():
     assert report.dropped[Outcome.IDENTICAL].rows == [1, 2, 3]
     assert report.dropped[Outcome.IDENTICAL].count == 4
     assert (report.cut.count, report.cut_tokens) == (1, 3)  # tokens of dropped rows are not "cut"
-    assert str(report) == (
-        "train: 7 rows read, 2 kept. Dropped: 4 (rows 1, 2, 3, ...) with chosen equal to rejected; 1 (row 5) with an "
-        "answer that fills max_length (keep_end leaves no prompt). Cut to max_length: 1 (row 0), 3 tokens lost (20.0%)."
-        " In 1 (row 6) the prompt alone is not how prompt + answer begins (the template or a token merge differs): "
-        "there the answer starts at the last token that they share. In 1 (row 6) the answer ends with no end-of-sequence "
-        "token, so a tuned model may not know where to stop: eos_token should be what the chat template ends a turn "
-        "with. input_ids: median 5, 90 % up to 7, longest 7 tokens."
-    )
+    assert str(report).split(". ") == [
+        "train: 7 rows read, 2 kept",
+        "Dropped: 4 (rows 1, 2, 3, ...) with chosen equal to rejected; 1 (row 5) with an answer that fills max_length "
+        "(keep_end leaves no prompt)",
+        "Cut to max_length: 1 (row 0), 3 tokens lost (20.0%)",
+        "In 1 (row 6) the prompt alone is not how prompt + answer begins (the template or a token merge differs): "
+        "there the answer starts at the last token that they share",
+        "In 1 (row 6) the answer ends with no end-of-sequence token, so a tuned model may not know where to stop: "
+        "eos_token should be what the chat template ends a turn with",
+        "input_ids: median 5, 90 % up to 7, longest 7 tokens.",
+    ]
     assert json.loads(json.dumps(report.to_dict())) == report.to_dict()
 
 

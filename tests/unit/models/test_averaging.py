@@ -32,6 +32,7 @@ def test_ema_is_exact_at_both_ends(old, new):
 def test_schedule_by_hand():
     # 10 + 6 = 16 = 4^2 and 10 + 1 * 22 = 32 = 2^5; with gamma 0.5, 10 + 0.5 * 44 = 32 too
     assert ema_weight(6, power=0.5, lag=10, multiplier=1.0) == 0.25
+    assert ema_weight(12, power=0.5, lag=10, multiplier=0.5) == 0.25
     assert bias_weight(22, power=0.2, lag=10, multiplier=1.0) == pytest.approx(0.5, rel=1e-15)
     assert bias_weight(44, power=0.2, lag=10, multiplier=0.5) == pytest.approx(0.5, rel=1e-15)
     assert ema_weight(6, power=0.5, lag=10, multiplier=1.0, minimum=0.3) == 0.3

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from peft import PromptTuningConfig, get_peft_model
+from peft import PeftModel, PromptTuningConfig, get_peft_model
 from torch import nn
 
 from preftune.errors import CheckpointError, ConfigError, ReferenceError
@@ -38,15 +38,16 @@ def full_policy():
     return tiny_model(attention_dropout=0.5)
 
 
+def dropping_lora(*, nonzero: bool = False):
+    return lora_policy(lora(lora_dropout=0.5), nonzero=nonzero, attention_dropout=0.5)
+
+
 FORMS = {
     "frozen_copy": (full_policy, {}),
     "frozen_copy given": (full_policy, {"given": True}),
-    "disabled_adapter": (lambda: lora_policy(lora(lora_dropout=0.5)), {"peft_is_fresh": True}),
-    "reference_adapter": (lambda: lora_policy(lora(lora_dropout=0.5), nonzero=True), {}),
-    "reference_adapter fresh": (
-        lambda: lora_policy(lora(lora_dropout=0.5)),
-        {"peft_is_fresh": True, "will_move": True},
-    ),
+    "disabled_adapter": (dropping_lora, {"peft_is_fresh": True}),
+    "reference_adapter": (lambda: dropping_lora(nonzero=True), {}),
+    "reference_adapter fresh": (dropping_lora, {"peft_is_fresh": True, "will_move": True}),
 }
 
 
@@ -227,11 +228,17 @@ def test_shared_layers_take_a_pattern_and_check_it():
 # Adapters
 
 
-def test_adding_the_reference_adapter_disturbs_nothing():
+@pytest.mark.parametrize("careless", [False, True])
+def test_adding_the_reference_adapter_disturbs_nothing(careless, monkeypatch):
+    """`careless` is what PEFT versions did: mark everything anew when an adapter is added."""
+    add = PeftModel.add_adapter
+    if careless:
+        monkeypatch.setattr(PeftModel, "add_adapter", lambda self, *a: add(self, *a) or self.requires_grad_(False))
     policy = lora_policy(lora(modules_to_save=["lm_head"]), nonzero=True)
     policy.train()
     frozen = next(n for n, p in policy.named_parameters() if "lora_A" in n)
     policy.get_parameter(frozen).requires_grad_(False)
+    policy.get_parameter("base_model.model.model.norm.weight").requires_grad_(True)
     flags, weights = {n: p.requires_grad for n, p in policy.named_parameters()}, snapshot(policy)
     state, active = torch.random.get_rng_state(), list(policy.active_adapters)
     reference = ReferenceAdapter(policy)

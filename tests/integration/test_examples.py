@@ -1,0 +1,51 @@
+"""The examples run as they stand, and are as short as they promise."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from datasets import Dataset
+
+from tests.support.runs import logged
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_new_pair_loss_in_fewer_than_sixty_lines(tmp_path, tiny_model, tokenizer, preference_rows):
+    """SimPO of the first batch by hand, from the means that the trainer's own pair table gives."""
+    assert len((EXAMPLES / "extend_pair_loss.py").read_text().splitlines()) < 60
+    tiny_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    example, rows = load("extend_pair_loss"), Dataset.from_list(preference_rows["text"][:2])
+    options = {
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "gamma": 0.25,
+    }
+    options |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    trainer = example.train(str(tmp_path / "model"), rows, str(tmp_path / "out"), **options)
+    assert trainer.reference is None and trainer.ref_model is None
+    start = example.SimPOTrainer(
+        str(tmp_path / "model"), args=example.SimPOConfig(str(tmp_path / "b")), train_dataset=rows
+    )
+    table = start.score_pairs(rows)
+    margins = 2.0 * (table.chosen_logps / table.chosen_lengths - table.rejected_logps / table.rejected_lengths) - 0.25
+    expected = sum(math.log1p(math.exp(-m)) for m in margins) / 2
+    losses = logged(trainer, "loss")
+    assert losses[0] == pytest.approx(expected, rel=1e-5)
+    assert losses[-1] < losses[0]
+    assert logged(trainer, "simpo/margin")[0] == pytest.approx(margins.mean(), rel=1e-5)
