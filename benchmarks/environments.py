@@ -86,9 +86,14 @@ def _first_match(path: str, key: str) -> str:
     return "unknown"
 
 
-def machine() -> dict[str, Any]:
-    """Processor, cores, memory and kernel of this machine; no host name, no path."""
+def machine(device: str) -> dict[str, Any]:
+    """Processor, cores, memory, kernel and, where it is used, GPU of this machine; no host name, no path."""
+    gpu: dict[str, str] = {}
+    if device == "cuda":
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        gpu["gpu"] = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip()
     return {
+        **gpu,
         "cpu": _first_match("/proc/cpuinfo", "model name"),
         "cores": os.cpu_count(),
         "amx": "amx_bf16" in _first_match("/proc/cpuinfo", "flags"),

@@ -65,7 +65,7 @@ def make(folder: Path, tokenizer_from: Path | None, sizes: dict[str, int]) -> No
         eos_token_id=tokenizer.eos_token_id,
         bos_token_id=None,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 

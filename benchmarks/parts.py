@@ -23,7 +23,7 @@ _VIEW_NAMES = "view as_strided transpose t slice select unsqueeze squeeze expand
 COPIES, VIEWS = frozenset(_COPY_NAMES.split()), frozenset(_VIEW_NAMES.split())
 HEAD_TILE = 32768
 """Vocabulary tile of a chunked head (ours and TRL's); the last tile is the remainder."""
-PARTS = (
+PARTS: tuple[str, ...] = (
     "matrix products",
     "attention forward",
     "attention backward",

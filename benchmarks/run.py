@@ -147,7 +147,7 @@ def main() -> int:
         cache=args.cache,
     )
     origin = {
-        "machine": environments.machine(),
+        "machine": environments.machine(args.device),
         "versions": {side: environments.versions(python) for side, python in sides.items()},
         "code": environments.code_version(),
         "model": title,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from preftune.errors import DataFormatError
 ENCODING_VERSION = 1
 BATCH_ROWS = 1000
 STREAM_ROWS = 64
+ROWS_PER_PROCESS = 4000  # fewer are done before another process has started
 
 EncodeBatch = Callable[[Mapping[str, list], list[int]], dict[str, list]]
 
@@ -81,7 +83,7 @@ def encode_dataset(
         key: All that the ids depend on besides the dataset, as JSON values.
         name: What to call the dataset in the report.
         keep: Columns to leave in place beside the ids.
-        num_proc: Processes to encode with; streaming datasets ignore it.
+        num_proc: The most processes to encode with, one for each `ROWS_PER_PROCESS`; streaming datasets ignore it.
 
     Raises:
         DataFormatError: no row is left, or a row is wrong.
@@ -104,12 +106,17 @@ def encode_dataset(
         batch_size=BATCH_ROWS,
         remove_columns=[column for column in column_names(dataset) if column not in keep],
         features=features,
-        num_proc=num_proc,
+        num_proc=_processes(num_proc, len(dataset)),
         new_fingerprint=fingerprint,
         cache_file_name=cache_file(dataset, fingerprint),
         desc=f"Tokenizing {name} dataset",
     )
     return PreparedData(_keep_usable(encoded, names, report, fingerprint), report)
+
+
+def _processes(num_proc: int | None, rows: int) -> int | None:
+    processes = min(num_proc or 1, math.ceil(rows / ROWS_PER_PROCESS))
+    return processes if processes > 1 else None  # a pool of one would only cost its start
 
 
 def _keep_usable(encoded: Dataset, names: Sequence[str], report: DataReport, fingerprint: str) -> Dataset:
@@ -180,7 +187,12 @@ def tokenizer_key(tokenizer: Any, chat_template: str | None = None) -> list[Any]
     else:
         rules = json.dumps([tokenizer.get_vocab(), type(tokenizer).__qualname__], sort_keys=True)
     template = chat_template if chat_template is not None else tokenizer.chat_template
-    return [digest(rules), template, tokenizer.special_tokens_map, bool(tokenizer.split_special_tokens)]
+    return [
+        hashlib.blake2b(rules.encode(), digest_size=16).hexdigest(),
+        template,
+        tokenizer.special_tokens_map,
+        bool(tokenizer.split_special_tokens),
+    ]
 
 
 def cache_file(dataset: Dataset, fingerprint: str) -> str | None:

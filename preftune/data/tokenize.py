@@ -5,6 +5,7 @@ Both take a `Dataset` or an `IterableDataset` of raw or already tokenized rows, 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -122,6 +123,8 @@ def prepare_sft(
         completion_only_loss=completion_only_loss,
         assistant_only_loss=assistant_only_loss,
     )
+    if formatting_func is not None and source == "ids":
+        warnings.warn(f"the {name} dataset is tokenized already, so formatting_func is not used.", stacklevel=2)
     formatting_func = formatting_func if source == "formatted" else None
     completion_only = source == "completions" if completion_only_loss is None else completion_only_loss
     assistant_only = assistant_only_loss and source != "ids"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import unicodedata
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from typing import Any
@@ -55,8 +54,6 @@ class Words:
         if not prompt or len(whole) == end:
             return True
         if not self.local or (whole[end - 1], whole[end]) in self._inside_added:
-            return False
-        if not whole[end - 1].isascii() or unicodedata.combining(whole[end]):
             return False
         before = self._segment_end(prompt)
         if before is None:
@@ -152,13 +149,13 @@ class WordMemo:
     def _encode_pieces(self, pieces: list[str]) -> list[Ids]:
         """Ids of each piece; many go to the tokenizer as one text, with a special token between them."""
         special = self._tokenizer.convert_tokens_to_ids(self._separator)
-        plain = [piece for piece in pieces if piece and not self._added.match(piece)]
+        plain = [piece for piece in pieces if not self._added.match(piece)]
         texts = [self._separator.join(plain[start : start + 256]) for start in range(0, len(plain), 256)]
         ids: list[Ids] = []
         for joined in encode_whole(self._tokenizer, texts):
             ids += [list(run) for is_special, run in groupby(joined, lambda token: token == special) if not is_special]
         found = dict(zip(plain, ids, strict=True))
-        return [found[p] if p in found else [self._tokenizer.convert_tokens_to_ids(p)] if p else [] for p in pieces]
+        return [found[p] if p in found else [self._tokenizer.convert_tokens_to_ids(p)] for p in pieces]
 
 
 def encode_whole(tokenizer: Any, texts: Sequence[str]) -> list[Ids]:
@@ -187,7 +184,7 @@ def _piece_pattern(after_letter: Sequence[str], before_space: Sequence[str]) -> 
     visible = f"[{re.escape(''.join(before_space))}]" if before_space else "(?!)"
     goes_on = f"(?:{_OTHER}*+{_LETTERS}++(?:(?<!{_LETTER})|(?!{stop})))*+"
     ends = f"(?:{_OTHER}*{visible}(?= {_LETTER})|{_OTHER}*+{_LETTERS}++|{_OTHER}++|\\Z)"
-    return re.compile(f" ?{_LETTER}++{stop}|{goes_on}{ends}")
+    return re.compile(f"(?!\\Z)(?: ?{_LETTER}++{stop}|{goes_on}{ends})")
 
 
 def _is_local(tokenizer: Any) -> bool:

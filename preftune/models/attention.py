@@ -12,7 +12,8 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from preftune.models.kernels import TreeTable, cpu_attention, eager_attention, sdpa_attention
+from preftune.models.cpu_kernel import cpu_attention
+from preftune.models.kernels import TreeTable, eager_attention, sdpa_attention
 from preftune.models.structure import attention_configs
 
 Layout = Literal["tree", "padded"]

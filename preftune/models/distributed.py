@@ -36,6 +36,11 @@ def is_sharded(parameters: Iterable[Tensor]) -> bool:
     return any(isinstance(p, DTensor) or is_zero3(p) for p in parameters)
 
 
+def size_of(parameter: Any) -> int:
+    """Elements of the whole parameter."""
+    return parameter.ds_numel if is_zero3(parameter) else parameter.numel()
+
+
 def local_shard(parameter: Tensor) -> Tensor:
     """The part that this rank holds, detached and sharing memory: writing to it writes the parameter."""
     with torch.no_grad():
@@ -51,6 +56,17 @@ def _zero3_shard(parameter: Any) -> Tensor:
     shard = parameter.ds_tensor
     start = dist.get_rank(parameter.ds_process_group) * shard.numel()
     return shard.detach()[: max(0, min(shard.numel(), parameter.ds_numel - start))]
+
+
+def follow_shards(parameters: Iterable[Tensor]) -> None:
+    """Call it after writes to shards: ZeRO-3 keeps small parameters whole beside them, and forwards read the whole.
+
+    A collective there; elsewhere it does nothing.
+    """
+    whole: list[Any] = [p for p in parameters if is_zero3(p) and p.numel()]
+    if whole:
+        whole[0].partition(whole)
+        whole[0].all_gather(whole)
 
 
 def reshard(model: nn.Module) -> None:
@@ -226,6 +242,7 @@ __all__ = [
     "assemble",
     "callable_alone",
     "deep_copy",
+    "follow_shards",
     "full_state_dict",
     "full_tensor",
     "is_sharded",
@@ -233,6 +250,7 @@ __all__ = [
     "local_shard",
     "prepare_frozen",
     "reshard",
+    "size_of",
     "sum_over_ranks",
     "unwrap",
 ]

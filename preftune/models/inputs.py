@@ -40,7 +40,7 @@ class ModelInputs:
         flat = self.columns + offset if offset else self.columns
         if self.rows is not None:
             flat = flat + self.rows * states.shape[1]
-        return states.flatten(0, 1).index_select(0, flat)
+        return states.flatten(0, 1).index_select(0, flat.to(states.device))
 
 
 def scoring_inputs(tree: PromptTree, layout: Layout) -> ModelInputs:

@@ -1,22 +1,16 @@
-"""Three ways to compute attention over a prompt tree: CPU flash kernels, SDPA, plain matrices for soft-caps and sinks.
+"""The segments of a tree, and attention over them on any device: SDPA, and plain matrices for soft-caps and sinks.
 
-All give the same numbers; each cuts the flat tokens into few segments and never fills a full-size zero gradient.
+Autograd does the backward here; tensors are cut by one `split`, so that no full-size zero gradient is ever filled.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 class Group:
@@ -41,20 +35,22 @@ class Group:
         self.shares_prompt = prompt > 0 and ends[-1] > ends[0]
 
 
-@dataclass(eq=False)
 class TreeTable:
     """The segments of a tree as attention needs them: plain integers, with masks made once per forward and backward.
 
+    No dataclass: FSDP2 takes those apart on their way into a model, to cast the tensors in them.
+
     Attributes:
         layout: `PromptTree.layout`.
+        groups: One for each prompt.
+        masks: Of segments, by size and window.
     """
 
-    layout: tuple[tuple[int, tuple[int, ...]], ...]
-    groups: list[Group] = field(init=False, repr=False)
-    masks: dict[tuple, Tensor] = field(default_factory=dict, repr=False)
-
-    def __post_init__(self) -> None:
-        self.groups, start = [], 0
+    def __init__(self, layout: tuple[tuple[int, tuple[int, ...]], ...]) -> None:
+        self.layout = layout
+        self.groups: list[Group] = []
+        self.masks: dict[tuple, Tensor] = {}
+        start = 0
         for prompt, branches in self.layout:
             self.groups.append(Group(start, prompt, tuple(branches)))
             start += prompt + sum(branches)
@@ -72,110 +68,6 @@ class TreeTable:
             seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
             self.masks[key] = seen.to(device)
         return self.masks[key]
-
-
-# --- CPU --------------------------------------------------------------------------------------------------------------
-
-
-def cpu_attention(query: Tensor, key: Tensor, value: Tensor, table: TreeTable, scale: float) -> Tensor:
-    """`[1, N, H, D]` by torch's CPU flash kernels, in float32 whatever the inputs.
-
-    Their bfloat16 backward takes twice the time of the float32 one, and RoPE hands over float32 under autocast anyway.
-    """
-    dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-    out: Any = _CpuTreeAttention.apply(query, key, value, table, scale, dtype)
-    return out
-
-
-class _CpuTreeAttention(torch.autograd.Function):
-    """A branch other than the first sees its prompt (full) and itself (causal): two kernels joined by log-sum-exp.
-
-    A kernel's backward needs only the joined output and log-sum-exp to give its own share of the gradient. Query heads
-    that share keys lie in the batch dimension G, where the K key heads are expanded without a copy.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query, key, value, table, scale, dtype):
-        q, k, v = _grouped(query, key, value)
-        out, lse = _buffer(q), q.new_empty(q.shape[:3])
-        for group in table.groups:
-            for lo, hi in group.causal:
-                out[:, :, lo:hi], lse[:, :, lo:hi] = _flash(
-                    q[:, :, lo:hi], k[:, :, lo:hi], v[:, :, lo:hi], 0.0, True, scale=scale
-                )
-            if group.shares_prompt:
-                a, b, (lo, hi) = group.start, group.start + group.prompt, group.others
-                shared, shared_lse = _flash(q[:, :, lo:hi], k[:, :, a:b], v[:, :, a:b], 0.0, False, scale=scale)
-                own, own_lse = out[:, :, lo:hi], lse[:, :, lo:hi]
-                joined = torch.logaddexp(own_lse, shared_lse)
-                own.mul_((own_lse - joined).exp_().unsqueeze(-1))
-                own.addcmul_(shared, (shared_lse - joined).exp_().unsqueeze(-1))
-                own_lse.copy_(joined)
-        result = _ungrouped(out).to(dtype)
-        ctx.table, ctx.scale = table, scale
-        ctx.save_for_backward(query, key, value, result, lse)
-        return result
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad):
-        query, key, value, result, lse = ctx.saved_tensors
-        q, k, v = _grouped(query, key, value)
-        (g, _, _), (out, _, _) = (
-            _grouped(grad.transpose(1, 2), key, value),
-            _grouped(result.transpose(1, 2), key, value),
-        )
-        dq, dk, dv = _buffer(q), _buffer(k[:1]), _buffer(v[:1])
-
-        def part(queries: tuple[int, int], keys: tuple[int, int], causal: bool) -> Any:
-            at, of = slice(*queries), slice(*keys)
-            return _flash_backward(
-                *(g[:, :, at], q[:, :, at], k[:, :, of], v[:, :, of], out[:, :, at], lse[:, :, at]),
-                *(0.0, causal),
-                scale=ctx.scale,
-            )
-
-        for group in ctx.table.groups:
-            for lo, hi in group.causal:
-                gq, gk, gv = part((lo, hi), (lo, hi), True)
-                dq[:, :, lo:hi] = gq
-                torch.sum(gk, 0, keepdim=True, out=dk[:, :, lo:hi])
-                torch.sum(gv, 0, keepdim=True, out=dv[:, :, lo:hi])
-            if group.shares_prompt:
-                a, b, (lo, hi) = group.start, group.start + group.prompt, group.others
-                gq, gk, gv = part((lo, hi), (a, b), False)
-                dq[:, :, lo:hi] += gq
-                dk[:, :, a:b] += gk.sum(0, keepdim=True)
-                dv[:, :, a:b] += gv.sum(0, keepdim=True)
-        grads = (_ungrouped(dq), _ungrouped(dk), _ungrouped(dv))
-        return (
-            *(d.transpose(1, 2).to(x.dtype) for d, x in zip(grads, (query, key, value), strict=True)),
-            None,
-            None,
-            None,
-        )
-
-
-def _grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Views `[G, K, T, D]` in float32 (float64 stays): query head k * G + g uses key head k."""
-    kv_heads, shared = key.shape[1], query.shape[1] // key.shape[1]
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    q = query[0].to(dtype).unflatten(0, (kv_heads, shared)).transpose(0, 1)
-    return q, key.to(dtype).expand(shared, -1, -1, -1), value.to(dtype).expand(shared, -1, -1, -1)
-
-
-def _buffer(like: Tensor) -> Tensor:
-    """An empty `[G, K, T, D]` whose memory is `[T, K, G, D]`, as linear layers read it without a copy."""
-    shared, kv_heads, tokens, width = like.shape
-    return like.new_empty(tokens, kv_heads, shared, width).permute(2, 1, 0, 3)
-
-
-def _ungrouped(x: Tensor) -> Tensor:
-    """`[1, T, K * G, D]`."""
-    return x.permute(2, 1, 0, 3).flatten(1, 2).unsqueeze(0)
-
-
-# --- any device -------------------------------------------------------------------------------------------------------
 
 
 def sdpa_attention(

@@ -61,7 +61,7 @@ def token_scores(
     else:
         options = HeadOptions(names, replace(plan.transform, temperature=temperature))
         packed, aux_loss = _from_head(model, tree, inputs, layout, options, plan)
-    columns = packed.unbind(1)
+    columns = packed.to(tree.input_ids.device).unbind(1)  # a model spread over devices answers on its last one
     extra = {name: column.detach() for name, column in zip(names, columns[1:], strict=True)}
     return TokenScores(columns[0], tree.branch_index, tree.num_branches, aux_loss=aux_loss, **extra)
 
@@ -71,12 +71,13 @@ def _from_head(
 ) -> tuple[Tensor, Tensor | None]:
     head = structure.output_head(model)
     assert head is not None, "a plan without full logits has a head"
-    targets, vocabulary = tree.target_ids, structure.vocabulary_size(model)
+    vocabulary = structure.vocabulary_size(model)
     with restored(model, plan.neutralised) as neutralise:
 
         def answer(redirect: Redirect, states: Tensor) -> Tensor:
             neutralise()
             hidden = inputs.pick(states)
+            targets = tree.target_ids.to(hidden.device)
             if redirect.is_linear:
                 weight, bias = redirect.module.weight, redirect.module.bias
                 packed = linear_scores(hidden, weight, bias, targets, options)  # pyright: ignore
@@ -94,7 +95,7 @@ def _from_logits(
 ) -> tuple[Tensor, Tensor | None]:
     output = _call(model, inputs, layout)
     logits = inputs.pick(output.logits)
-    packed = generic_scores(lambda z: z, logits, tree.target_ids, logits.shape[-1], options)
+    packed = generic_scores(lambda z: z, logits, tree.target_ids.to(logits.device), logits.shape[-1], options)
     return packed, output.get("aux_loss")
 
 

@@ -21,25 +21,35 @@ class Redirect:
 
     Attributes:
         original: The forward that stood there, for heads that are more than a linear layer.
-        is_linear: The head is a bare `nn.Linear`, whose weight may be used directly.
         calls: How often the model has called its head.
     """
 
     def __init__(self, module: nn.Module, answer: Callable[[Redirect, Tensor], Tensor]) -> None:
         current = module.__dict__.get("forward")
-        nested = isinstance(current, Redirect)
         self.module = module
         self.answer = answer
-        self.original: Callable[[Tensor], Tensor] = current.original if nested else module.forward
-        self.is_linear: bool = current.is_linear if nested else is_plain_linear(module)
+        self.original: Callable[[Tensor], Tensor] = (
+            current.original if isinstance(current, Redirect) else module.forward
+        )
         self.calls = 0
+
+    @property
+    def is_linear(self) -> bool:
+        """The head is a bare `nn.Linear`, whose weight may be used directly; to be asked when it is called."""
+        return self._is_own_forward and is_plain_linear(self.module)
+
+    @property
+    def _is_own_forward(self) -> bool:
+        original = self.original
+        own = type(self.module).forward
+        return isinstance(original, MethodType) and original.__self__ is self.module and original.__func__ is own
 
     def __call__(self, hidden: Tensor, *_: Any, **__: Any) -> Tensor:
         self.calls += 1
         return self.answer(self, hidden)
 
     def __deepcopy__(self, memo: dict) -> Any:
-        if isinstance(self.original, MethodType) and self.original.__self__ is self.module:
+        if self._is_own_forward:
             return MethodType(type(self.module).forward, memo[id(self.module)])
         return copy.deepcopy(self.original, memo)
 

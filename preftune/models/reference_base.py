@@ -19,7 +19,7 @@ from preftune.losses.reduce import ld_branch_logps
 from preftune.models import logprobs
 from preftune.models.attention import Layout
 from preftune.models.averaging import ema
-from preftune.models.distributed import local_shard, reshard, sum_over_ranks, unwrap
+from preftune.models.distributed import follow_shards, local_shard, reshard, sum_over_ranks, unwrap
 from preftune.types import PromptTree, TokenScores
 
 
@@ -154,6 +154,7 @@ class MovableReference(LiveReference):
             values = {**self._shards(self.policy_parameters(policy)), **values}
         check_match(own, values)
         blend_shards_(own, values, alpha, masters=self._masters)
+        follow_shards(self.own_parameters().values())
         if policy is not None:
             copy_buffers_(self.own_buffers(), self.policy_buffers(policy))
         self.moves += 1
@@ -223,6 +224,7 @@ class MovableReference(LiveReference):
                 if value.dtype != targets[key].dtype:
                     raise CheckpointError(f"{key} was saved as {value.dtype}, this run has it as {targets[key].dtype}.")
                 targets[key].copy_(value)
+        follow_shards(self.own_parameters().values())
         self.moves, self.last_move_step = state["moves"], state["last_move_step"]
 
     def _shards(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -313,4 +315,5 @@ def blend_modules_(source: nn.Module, target: nn.Module, alpha: float) -> None:
     values = {name: local_shard(p) for name, p in source.named_parameters()}
     check_match(own, values)
     blend_shards_(own, values, alpha)
+    follow_shards(target.parameters())
     copy_buffers_(saved_buffers(target), saved_buffers(source))

@@ -105,9 +105,10 @@ class Stored(ReferenceModel):
                 "changed since. Give every eval set to the constructor, or set precompute_ref_log_probs=False."
             )
         scored = 0
+        together = is_sharded(self.live.weights(policy).values())
         for tree in trees:
             rows = row_keys(tree)
-            if _on_any_rank(any(row not in self._start for row in rows), policy):
+            if _is_needed(any(row not in self._start for row in rows), tree.input_ids.device, together):
                 values = self.live.branch_logps(policy, tree, layout=layout, ld_alpha=ld_alpha).tolist()
                 self._add(rows, [len(branches) for _, branches in tree.layout], values)
                 scored += len(rows)
@@ -220,12 +221,11 @@ def _how_it_computes(model: nn.Module) -> dict[str, Any]:
     return {"class": type(inner).__name__, "config": config, "adapters": adapters}
 
 
-def _on_any_rank(flag: bool, policy: nn.Module) -> bool:
-    """Whether any rank says yes, where a sharded forward needs all of them."""
-    parameters = list(policy.parameters())
-    if not is_sharded(parameters) or not dist.is_initialized():
+def _is_needed(flag: bool, device: torch.device, together: bool) -> bool:
+    """Whether this rank says yes, or any rank where a sharded forward needs all of them."""
+    if not together or not dist.is_initialized():
         return flag
-    votes = torch.tensor(float(flag), device=parameters[0].device)
+    votes = torch.tensor(float(flag), device=device)
     dist.all_reduce(votes)
     return votes.item() > 0
 

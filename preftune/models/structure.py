@@ -61,19 +61,22 @@ def num_labels(model: nn.Module) -> int | None:
 
 
 def vocabulary_size(model: nn.Module) -> int:
-    """Number of ids the input embeddings know."""
-    weight = unwrap(model).get_input_embeddings().weight
-    return getattr(weight, "ds_shape", weight.shape)[0]  # pyright: ignore
+    """Number of ids the input embeddings know (also where ZeRO-3 has their weight elsewhere)."""
+    embeddings = unwrap(model).get_input_embeddings()  # pyright: ignore
+    return getattr(embeddings, "num_embeddings", None) or text_config(model).vocab_size
 
 
 def input_device(model: nn.Module) -> torch.device:
     """Where token ids must be."""
-    return unwrap(model).get_input_embeddings().weight.device  # pyright: ignore
+    return next(unwrap(model).get_input_embeddings().parameters()).device  # pyright: ignore
 
 
 def is_plain_linear(head: nn.Module) -> bool:
-    """True where the head computes `x @ weight.T + bias` and nothing else (no adapter, quantisation, DTensor)."""
-    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in head.__dict__:
+    """True where a head's own forward computes `x @ weight.T + bias` and nothing else: no adapter, no quantisation.
+
+    Ask inside the model's forward: outside it FSDP2 shows a sharded weight.
+    """
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return False
     return not hasattr(head.weight, "placements") and head.weight.dtype.is_floating_point
 

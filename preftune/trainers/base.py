@@ -334,10 +334,12 @@ class BaseTrainer(Trainer, ABC):
         self.state.save_to_json(os.path.join(partial, TRAINER_STATE_NAME))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the policy so that `from_pretrained` loads it, also where FSDP keeps shards (all ranks call it)."""
         super().save_model(output_dir, _internal_call)
         if self.is_fsdp_enabled and not _internal_call:
-            kind = str(self.accelerator.state.fsdp_plugin.state_dict_type)
-            if "FULL_STATE_DICT" not in kind:  # transformers writes shards into checkpoints, and nothing here
+            plugin: Any = self.accelerator.state.fsdp_plugin
+            # transformers writes shards into checkpoints, and nothing here
+            if "FULL_STATE_DICT" not in str(plugin.state_dict_type):
                 self._save(output_dir, self.accelerator.get_state_dict(self.model))
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -360,7 +362,7 @@ class BaseTrainer(Trainer, ABC):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.accelerator.num_processes > 1:  # the losses since the last log are still each rank's own
-            self._tr_loss = self.accelerator.reduce(self._tr_loss, "mean")
+            self._tr_loss = cast(Tensor, self.accelerator.reduce(self._tr_loss, "mean"))
         return super()._finalize_training(*args, **kwargs)
 
     @final

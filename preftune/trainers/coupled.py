@@ -37,10 +37,8 @@ class PairGradients:
         return total
 
 
-def without_rows(scores: PairScores | None) -> PairScores | None:
+def without_rows(scores: PairScores) -> PairScores:
     """Scores of no rows at all: what a rank adds whose rows are repeated ones."""
-    if scores is None:
-        return None
     rows = {name: value[:0] for name, value in vars(scores).items() if value.ndim}
     return replace(scores, **rows)
 

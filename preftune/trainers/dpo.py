@@ -27,6 +27,7 @@ from preftune.trainers.base import EvalData, RawData
 from preftune.trainers.coupled import PairGradients, coupled_pair_gradients, without_rows
 from preftune.trainers.offline import Batch, OfflineTrainer, StepTotals
 from preftune.trainers.pairs import PairTable
+from preftune.trainers.placing import placed
 from preftune.types import LossOutput, PairScores, TokenScores
 
 PairLoss = Callable[..., LossOutput]
@@ -144,7 +145,7 @@ class DPOTrainer(OfflineTrainer):
             scored = [self._score(model, batch, totals)[:2] for batch in batches]
         if batches[-1]["repeated"]:
             policy, ref = scored[-1]
-            scored[-1] = (without_rows(policy), without_rows(ref))
+            scored[-1] = (without_rows(policy), None if ref is None else without_rows(ref))
         return coupled_pair_gradients(scored, self.loss)
 
     def count(self, batch: Batch) -> dict[str, float]:
@@ -180,7 +181,7 @@ class DPOTrainer(OfflineTrainer):
         rows = list(self._prepare_split(dataset, "scored"))
         rank, world, size = self.args.process_index, self.args.world_size, self.args.per_device_eval_batch_size
         table = {}
-        with evaluating(self.model), self.accelerator.autocast():
+        with placed(self), evaluating(self.model), self.accelerator.autocast():
             for start in range(0, len(rows), size * world):
                 # every rank scores in every round: a sharded model needs all of them
                 mine = range(len(rows))[start + rank * size :][:size] or range(len(rows))[-1:]

@@ -7,6 +7,7 @@ steps or ranks cannot change the gradient.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -24,13 +25,16 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from preftune.data.tree import split_by_tokens
 from preftune.errors import ConfigError, DataFormatError
-from preftune.models.distributed import is_zero3
+from preftune.models.distributed import size_of
 from preftune.models.inputs import scoring_inputs
 from preftune.models.logprobs import scoring
 from preftune.models.stored import Stored
 from preftune.trainers.base import BaseTrainer
+from preftune.trainers.placing import placed
 from preftune.trainers.shares import Batch, CountedRows, first_rows, own_rows, select_rows
 from preftune.types import PromptTree
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ class OfflineTrainer(BaseTrainer):
                     "IterableDataset (streaming). Load it without streaming, or set precompute_ref_log_probs=False."
                 )
         size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
-        with scoring(self.model, self.layout), self.accelerator.autocast():
+        with placed(self), scoring(self.model, self.layout), self.accelerator.autocast():
             for rows in [self.train_dataset, *evals.values()]:
                 if rows is not None:
                     store.fill(
@@ -123,9 +127,27 @@ class OfflineTrainer(BaseTrainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
         size = self._train_batch_size
         batches = [self._own(b, size, i) for i, b in enumerate(islice(epoch_iterator, num_batches))]
+        if 0 < len(batches) < num_batches:  # of a stream; else what is left of an epoch is asked for, and is a step
+            left_out = f"{len(batches)} of {num_batches} micro-batches"
+            logger.warning("the stream ended within a step: its last %s are left out", left_out)
+            batches = []
         self._step_batches = batches
         self._step_totals: StepTotals | None = None
         return batches, None
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        """Where to go on: passes over the data, and micro-batches of the next one to skip."""
+        passes, skipped = super()._init_training_state(max_steps, *args)
+        if (
+            isinstance(self.train_dataset, IterableDataset)
+            and self.state.global_step
+            and not self.args.ignore_data_skip
+        ):
+            # transformers takes a stream for one that never ends
+            passes = int(self.state.epoch or 0)
+            share = (self.state.epoch or 0) - passes
+            skipped = round(share * max_steps * self.args.gradient_accumulation_steps)
+        return passes, skipped
 
     def _own(self, batch: Any, batch_size: int, micro_batch: int = 0) -> Batch:
         """The rows of the batch that count, with their place in the step.
@@ -222,7 +244,7 @@ class OfflineTrainer(BaseTrainer):
 
     @functools.cached_property
     def _num_parameters(self) -> int:
-        return sum(p.ds_numel if is_zero3(p) else p.numel() for p in self.model.parameters())
+        return sum(size_of(p) for p in self.model.parameters())
 
     def activation_context(self) -> AbstractContextManager:
         """Keeps saved activations in host memory where `activation_offloading` asks for it."""
@@ -261,16 +283,18 @@ class OfflineTrainer(BaseTrainer):
 
     def _gather_rows(self, values: Tensor) -> Tensor:
         """Rows of all ranks, which may have unlike numbers of them."""
-        counts = self.accelerator.gather(torch.tensor([len(values)], device=values.device))
-        padded = self.accelerator.pad_across_processes(values, dim=0)
-        parts = self.accelerator.gather(padded).split(len(padded))
+        counts: Any = self.accelerator.gather(torch.tensor([len(values)], device=values.device))
+        padded: Any = self.accelerator.pad_across_processes(values, dim=0)
+        whole: Any = self.accelerator.gather(padded)
+        parts = whole.split(len(padded))
         return torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
         """HF's loop, with our metrics in the result, so that `metric_for_best_model` finds them."""
         self.eval_metrics.clear()
         self.gather_function = self._gather_rows
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        with placed(self):
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         assert output.metrics is not None
         output.metrics.update(self.eval_metrics.reduce(f"{metric_key_prefix}_"))
         output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.tokens_seen)

@@ -5,9 +5,10 @@ A run of several processes then takes the same steps as one process does, and ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
+import datasets
 import torch
 from accelerate.data_loader import BatchSamplerShard, IterableDatasetShard, SkipBatchSampler
 from accelerate.state import GradientState
@@ -27,7 +28,7 @@ class CountedRows(IterableDataset):
     then differ, and the rank with more waits for the others for ever. Any other stream is dealt out row by row.
     """
 
-    def __init__(self, rows: Iterable[Any]) -> None:
+    def __init__(self, rows: datasets.IterableDataset) -> None:
         self.source = rows
         self.rows: int | None = None  # unknown in this process where dataloader workers read
 
@@ -39,7 +40,7 @@ class CountedRows(IterableDataset):
         self.rows = count
 
     def set_epoch(self, epoch: int) -> None:
-        self.source.set_epoch(epoch)  # pyright: ignore[reportAttributeAccessIssue]
+        self.source.set_epoch(epoch)
 
 
 def own_rows(rows: int, batch_size: int, state: GradientState, rank: int, world: int) -> int:
@@ -69,7 +70,7 @@ def _rows_dealt_out(loader: Any) -> int | None:
     if dealer.drop_last or dealer.split_batches or dealer.num_processes == 1:
         return None
     if isinstance(dealer, BatchSamplerShard):
-        return len(loader.dataset)
+        return len(cast(Any, loader.dataset))
     return dealer.dataset.rows if isinstance(dealer.dataset, CountedRows) else None
 
 

@@ -16,7 +16,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 
 from preftune import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from preftune.models.distributed import full_state_dict, unwrap
+from preftune.models.distributed import full_state_dict, local_shard, unwrap
 from tests.support.models import tiny_model
 from tests.support.rows import preference_rows
 from tests.support.runs import digest, options
@@ -27,6 +27,7 @@ SGD = {"optim": "sgd", "learning_rate": 0.5}
 SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 2}
 BEMA = {"bema_ref_model": True, "bema_update_freq": 1, "ref_model_update_freq": 2}
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+SHARES: dict[str, int] = {}  # parameters that this rank holds, after `sync` under a backend that shards
 _CLOCK = ("runtime", "per_second", "preparation_time", "total_flos")
 
 
@@ -125,7 +126,12 @@ def id_texts(lengths: list[int]) -> list[dict[str, list[int]]]:
 
 def sync(folder: Path, processes: int) -> dict[str, Any]:
     """Shuffled, over the end of an epoch, with a reference that moves."""
-    return trained(dpo(folder, processes, **SYNC, **SGD, max_steps=6), folder)
+    trainer = dpo(folder, processes, **SYNC, **SGD, max_steps=6)
+    result = trained(trainer, folder)
+    if trainer.is_sharded:
+        held = {"policy": trainer.model, "reference": unwrap(trainer.ref_model)}
+        SHARES.update({name: sum(local_shard(p).numel() for p in m.parameters()) for name, m in held.items()})
+    return result
 
 
 def adamw(folder: Path, processes: int) -> dict[str, Any]:
@@ -171,7 +177,8 @@ def ragged(folder: Path, processes: int) -> dict[str, Any]:
     for count in (7, 5):
         for loss in ("sigmoid", "aot"):
             name = f"{loss}{count}"
-            trainer = dpo(folder / name, processes, rows=text_rows(count), loss_type=[loss], **SGD)
+            changes = {"loss_type": [loss], "ref_model": policy(seed=1)}
+            trainer = dpo(folder / name, processes, rows=text_rows(count), **changes, **SGD)
             result[name] = trained(trainer, folder / name)
     return result
 
@@ -181,17 +188,20 @@ def streaming(folder: Path, processes: int) -> dict[str, Any]:
     result = {}
     for shards in (1, 2):
         name = f"shards{shards}"
-        rows = text_rows(13)
-        stream = IterableDataset.from_generator(
-            _stream, gen_kwargs={"parts": [rows] if shards == 1 else [rows[:9], rows[9:]]}
-        )
-        assert stream.num_shards == shards
-        trainer = dpo(folder / name, processes, rows=stream, max_steps=6, **SGD)
+        trainer = dpo(folder / name, processes, rows=stream(text_rows(13), shards), max_steps=6, **SGD)
         result[name] = trained(trainer, folder / name)
     return result
 
 
-def _stream(parts: list[list[dict]]) -> Any:
+def stream(rows: list[dict], shards: int = 1) -> IterableDataset:
+    """Rows that can only be read in order, from files of unlike length."""
+    parts = [rows] if shards == 1 else [rows[:9], rows[9:]]
+    made = IterableDataset.from_generator(_read, gen_kwargs={"parts": parts})
+    assert made.num_shards == shards
+    return made
+
+
+def _read(parts: list[list[dict]]) -> Any:
     for part in parts:
         yield from part
 
@@ -236,15 +246,17 @@ def stored(folder: Path, processes: int) -> dict[str, Any]:
 
 
 def resume(folder: Path, processes: int) -> dict[str, Any]:
-    """Six steps at once, and as many over a checkpoint: in the first epoch, and in the second."""
+    """Seven steps at once, and as many over a checkpoint: in the first epoch, and in the second."""
     result = {}
     forms: dict[str, dict[str, Any]] = {
         "sync": {**SYNC, "save_steps": 2},
         "lora_bema": {**BEMA, "save_steps": 2, "peft": LORA | {"lora_dropout": 0.2}},
         "ragged": {**SYNC, "save_steps": 3, "rows": text_rows(7)},
+        "bfloat16": {**SYNC, "save_steps": 3, "bf16": True, "logging_steps": 1},
+        "stream": {**SYNC, "save_steps": 3, "rows": stream(text_rows(19)), "gradient_accumulation_steps": 2},
     }
     for name, changes in forms.items():
-        common = {"max_steps": 7, "save_strategy": "steps", "logging_steps": 3, **changes}
+        common = {"max_steps": 7, "save_strategy": "steps", "logging_steps": 3} | changes
         straight = dpo(folder / f"{name}-a", processes, **common)
         straight.train()
         digests, logs = [digest(straight)], [logs_of(straight)]

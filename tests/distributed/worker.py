@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 
-from tests.distributed.scenarios import SCENARIOS
+from tests.distributed.scenarios import SCENARIOS, SHARES
 from tests.support.backends import prepare_backend
 from tests.support.launch import give_result
 
@@ -36,6 +36,8 @@ def main() -> None:
             "world": state.num_processes,
             "backend": dist.get_backend(),
             "distributed_type": state.distributed_type.value,
+            "zero_stage": state.deepspeed_plugin.zero_stage if state.deepspeed_plugin is not None else None,
+            "shares": SHARES,
             "scenarios": results,
         }
     )

@@ -69,19 +69,28 @@ def _end(process: subprocess.Popen) -> None:
         process.wait()
 
 
-def torchrun(
-    module: str,
-    *arguments: Any,
-    folder: Path,
-    processes: int = 2,
-    timeout: float = 240,
-    env: Mapping[str, str] | None = None,
-) -> list[dict[str, Any]]:
-    """The results of all ranks, in order of rank, of `python -m module arguments` in several processes."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-    command += ["-m", module, *map(str, arguments)]
-    results = read_results(run_command(command, folder, timeout=timeout, env=env))
-    return sorted(results, key=lambda result: result["rank"])
+WORKER = "tests.distributed.worker"
+
+
+def torchrun(folder: Path, *names: str, env: Mapping[str, str] | None = None, timeout: float = 300) -> list[dict]:
+    """The results of scenarios in two processes, in order of rank; files go to `folder`."""
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", WORKER]
+    return _results(line, folder, names, env, timeout)
+
+
+def accelerate_launch(
+    setup: Path, folder: Path, *names: str, env: Mapping[str, str] | None = None, timeout: float = 300
+) -> list[dict]:
+    """The same with a set-up of accelerate."""
+    line = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(setup), "--num_processes", "2"]
+    return _results([*line, "--main_process_port", "0", "-m", WORKER], folder, names, env, timeout)
+
+
+def _results(
+    line: Sequence[str], folder: Path, names: Sequence[str], env: Mapping[str, str] | None, timeout: float
+) -> list[dict]:
+    output = run_command([*line, str(folder), *names], folder, timeout=timeout, env=env)
+    return sorted(read_results(output), key=lambda result: result["rank"])
 
 
 def give_result(result: Mapping[str, Any]) -> None:

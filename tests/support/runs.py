@@ -76,7 +76,7 @@ def logged(trainer: Any, key: str) -> list[float]:
 
 
 def killed(run: Callable[[], None]) -> int:
-    """Runs in a forked child that must kill itself with SIGKILL (no `finally` runs); returns the signal that ended it."""
+    """Runs in a forked child that kills itself with SIGKILL (no `finally` runs); returns the signal that ended it."""
     child = os.fork()
     if child == 0:
         try:

@@ -1,6 +1,6 @@
 """Tokenizers of the kinds that published models have, by how they cut text into words, and texts that try them.
 
-All have the special tokens of the shared test tokenizer; `METASPACE` and `NO_WORDS` cannot be tokenized in parts.
+All have the special tokens of the shared test tokenizer; "metaspace" and "no_words" cannot be tokenized in parts.
 """
 
 from __future__ import annotations
@@ -26,6 +26,14 @@ THREE_DIGITS = "|".join(
     ]
 )
 ONE_DIGIT = THREE_DIGITS.replace("{1,3}", "")
+# A word begins with its capitals and has its contraction on it, so that no cut before an apostrophe is safe.
+CASED = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?\p{Lu}*[\p{Ll}\p{Lo}\p{M}]+(?i:'s|'t|'ll)?",
+        r"[^\r\n\p{L}\p{N}]?\p{Lu}+[\p{Ll}\p{Lo}\p{M}]*(?i:'s|'t|'ll)?",
+        *THREE_DIGITS.split("|")[-5:],
+    ]
+)
 EXTRA_LINES = (
     "price 9 € 99 €\n\nthe\n\n\n",
     "1234567 12 345 6789",
@@ -35,21 +43,19 @@ EXTRA_LINES = (
 
 CHATTY = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 PIECES = [
-    *["a", "the", " the", "user", "'s", "'", ":", ": ", ".", "?", "€", " €", "9", "12", "345", "é", "ü", "你好", "ᄀ", "ᅡ", "<", "im_", "<", "im_end", ">", "<", "im_start", ">", "<eos>"],
-    *("<|", "|>", "<|im_end|>", "<|im_start|>", "e\u0301", "\u0301", "\n", "\n\n", "\r\n", " ", "  ", "\t"),
-    *("assistant", "\n<|im_start|>assistant\n", "capital of France", " I know", "1234567", "x" * 70),
+    *("a", "the", " the", "user", "'s", "'", ":", ": ", ".", "?", "€", " €", "9", "12", "345", "é", "ü", "e\u0301"),
+    *("\u0301", "你好", "ᄀ", "ᅡ", "<", "im_", "<|", "|>", "<|im_end|>", "<|im_start|>", "<eos>", "x" * 70, "1234567"),
+    *("\n", "\n\n", "\r\n", " ", "  ", "\t", "assistant", "\n<|im_start|>assistant\n", "capital of France", " I know"),
 ]
 texts = st.lists(st.sampled_from(PIECES), max_size=12).map("".join)
 
-KINDS = ("bytes", "prefix_space", "three_digits", "one_digit_nfc", "newline_digits", "metaspace", "no_words")
+LOCAL_KINDS = ("bytes", "prefix_space", "three_digits", "one_digit_nfc", "newline_digits", "cased")
+KINDS = (*LOCAL_KINDS, "metaspace", "no_words")
 
 
 def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
     bytes_of_words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(pattern), "isolated"), bytes_of_words])
-
-
-LOCAL_KINDS = KINDS[:5]
 
 
 @functools.cache
@@ -64,6 +70,8 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     elif kind == "three_digits":
         backend.pre_tokenizer = _split(THREE_DIGITS)
+    elif kind == "cased":
+        backend.pre_tokenizer = _split(CASED)
     elif kind == "one_digit_nfc":
         backend.normalizer = normalizers.NFC()
         backend.pre_tokenizer = _split(ONE_DIGIT)

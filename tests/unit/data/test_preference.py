@@ -12,6 +12,7 @@ from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preftune.data import mapping
 from preftune.data.preference import cut_pair
 from preftune.data.report import Outcome
 from preftune.data.tokenize import prepare_preference
@@ -302,7 +303,8 @@ def test_errors_that_say_what_to_do(make_tokenizer, tokenizer, preference_rows):
         prepare(rows, tokenizer, chat_template=strict)
 
 
-def test_a_wrong_row_is_named_by_its_number_in_the_dataset(tokenizer):
+def test_a_wrong_row_is_named_by_its_number_in_the_dataset(tokenizer, monkeypatch):
+    monkeypatch.setattr(mapping, "ROWS_PER_PROCESS", 500)
     rows = [{"prompt": "q", "chosen": "a", "rejected": "b"}] * 1500
     rows[1203] = {"prompt": "q", "chosen": None, "rejected": "b"}
     for num_proc in (None, 2):

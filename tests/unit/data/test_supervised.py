@@ -133,7 +133,8 @@ def test_rows_of_ids_are_used_as_they_are(tokenizer):
         raise AssertionError("rows of ids need no formatting")
 
     rows = [{"input_ids": [5, 6, 7], "labels": [-100, 9, 7], "text": "ignored"}]
-    (row,) = prepare(rows, tokenizer, formatting_func=formatting_func).dataset
+    with pytest.warns(UserWarning, match="tokenized already, so formatting_func is not used"):
+        (row,) = prepare(rows, tokenizer, formatting_func=formatting_func).dataset
     assert row == {"input_ids": [5, 6, 7], "labels": [-100, 9, 7]}
     (row,) = prepare([{"input_ids": [5, 6, 7]}], tokenizer).dataset
     assert row["labels"] == [5, 6, 7]

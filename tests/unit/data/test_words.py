@@ -43,11 +43,12 @@ def test_a_boundary_that_holds_splits_the_ids(kind, prompt, answer):
         assert ids(tokenizer, prompt) + ids(tokenizer, answer) == ids(tokenizer, prompt + answer)
 
 
-@pytest.mark.parametrize("kind", ["bytes", "three_digits", "one_digit_nfc", "newline_digits"])
+@pytest.mark.parametrize("kind", ["bytes", "three_digits", "one_digit_nfc", "newline_digits", "cased"])
 @pytest.mark.parametrize("answer", ["Hello there, friend.", "你好。", "12 apples", "<|im_end|>\n", "`code`"])
 def test_usual_chat_answers_are_tokenized_apart(kind, answer):
     """Else preparation would be right but slow: the prompt of a chat template is not tokenized again."""
-    assert words_of(kind).boundary_holds(CHATTY, CHATTY + answer)
+    for prompt in (CHATTY, "What is it?\n", "Was heißt 好?\n", "long " * 40 + "question?\n"):
+        assert words_of(kind).boundary_holds(prompt, prompt + answer)
 
 
 @pytest.mark.parametrize("kind", ["metaspace", "no_words"])
@@ -81,7 +82,7 @@ def test_long_random_texts(kind):
     assert memo.encode(several) == [ids(tokenizer_of(kind), text) for text in several]
 
 
-@pytest.mark.parametrize("kind", ["bytes", "three_digits", "one_digit_nfc", "newline_digits"])
+@pytest.mark.parametrize("kind", ["bytes", "three_digits", "one_digit_nfc", "newline_digits", "cased"])
 def test_words_are_tokenized_once(kind, monkeypatch):
     tokenizer, memo = tokenizer_of(kind), WordMemo(tokenizer_of(kind), words_of(kind))
     assert memo._cut("The capital, of France.\n\nIt is Paris") == [

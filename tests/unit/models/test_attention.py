@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from preftune.models import attention, kernels
+from preftune.models import attention, cpu_kernel, kernels
 from preftune.models.attention import is_active, scoring, tree_attention
+from preftune.models.cpu_kernel import cpu_attention
 from preftune.models.kernels import TreeTable
 from preftune.models.logprobs import token_scores
 from tests.unit.models.scoring_helpers import LENGTHS, gradients, random_tree, weights_for, worst
@@ -80,9 +81,14 @@ def compare(layout, got_of, *, tolerance=1e-5, dtype=torch.float32, value_width=
         assert (g - w).norm() <= tolerance * (10 * w.norm() + 1)
 
 
+@pytest.mark.parametrize("small", [0, 7 * 7 * 48, 2**21], ids=["long", "mixed", "short"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_cpu_kernel(layout):
-    compare(layout, lambda q, k, v: kernels.cpu_attention(q, k, v, TreeTable(layout), 0.3))
+def test_cpu_kernel(monkeypatch, layout, small):
+    """Segments one by one, all in batches, and both in one tree."""
+    monkeypatch.setattr(cpu_kernel, "_SMALL", small)
+    cpu_kernel._plan.cache_clear()
+    compare(layout, lambda q, k, v: cpu_attention(q, k, v, TreeTable(layout), 0.3))
+    cpu_kernel._plan.cache_clear()
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8])
@@ -119,7 +125,7 @@ def test_sinks_get_their_gradient():
 
 def test_cpu_kernel_in_other_dtypes():
     layout = tuple(LENGTHS)
-    run = lambda q, k, v: kernels.cpu_attention(q, k, v, TreeTable(layout), 0.3)  # noqa: E731
+    run = lambda q, k, v: cpu_attention(q, k, v, TreeTable(layout), 0.3)  # noqa: E731
     compare(layout, run, dtype=torch.float64, tolerance=1e-10)
     q, k, v = tensors(layout, dtype=torch.bfloat16)
     assert run(q, k, v).dtype == torch.bfloat16

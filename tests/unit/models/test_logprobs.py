@@ -6,6 +6,7 @@ Numbers are held against plain forwards of each prompt + branch alone.
 from __future__ import annotations
 
 import copy
+from types import MethodType
 
 import pytest
 import torch
@@ -278,12 +279,13 @@ def test_a_copy_made_in_the_middle_is_a_model_of_its_own(tiny_model):
         assert torch.equal(twin(tree.input_ids[None]).logits, wanted)
 
 
-def test_bare_linear_head_with_another_forward_is_not_bypassed(tiny_model):
+@pytest.mark.parametrize("bound", [False, True])
+def test_bare_linear_head_with_another_forward_is_not_bypassed(tiny_model, bound):
     """A head whose forward someone replaced (accelerate's offloading does) is called, not read."""
     model = tiny_model("llama")
     tree = random_tree(model.config.vocab_size)
     plain = model.lm_head.forward
-    model.lm_head.forward = lambda x: plain(x) * 2
+    model.lm_head.forward = MethodType(lambda _, x: plain(x) * 2, model.lm_head) if bound else lambda x: plain(x) * 2
     twin = double_copy(tiny_model("llama"))
     with torch.no_grad():
         wanted = slow_logps(twin, tree, temperature=0.5)

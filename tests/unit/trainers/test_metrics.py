@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preftune.trainers.metrics import RunningMetrics
+from preftune.trainers.metrics import RunningMetrics, merged
 
 
 def test_mean_is_over_rows_not_over_batches():
@@ -58,3 +58,23 @@ def test_gradient_is_not_kept():
     x = torch.tensor([2.0], requires_grad=True)
     metrics.add("m", x * 3)
     assert metrics.reduce() == {"m": pytest.approx(6.0)}
+
+
+def test_what_is_added_meanwhile_is_ignored():
+    metrics = RunningMetrics()
+    metrics.add("m", torch.tensor([1.0]))
+    with metrics.paused(), metrics.paused():
+        metrics.add("m", torch.tensor([9.0]))
+        metrics.add_extremes("m", torch.tensor([9.0]))
+    metrics.add("m", torch.tensor([3.0]))
+    assert metrics.reduce() == {"m": 2.0}
+
+
+def test_accumulators_together():
+    ranks = [RunningMetrics(), RunningMetrics(), RunningMetrics()]
+    ranks[0].add("m", torch.tensor([1.0]))
+    ranks[1].add("m", torch.tensor([2.0, 6.0]))
+    ranks[1].add_extremes("x", torch.tensor([2.0, 6.0]))
+    together = RunningMetrics()
+    together.load_state_dict(merged(rank.state_dict() for rank in ranks))
+    assert together.reduce() == {"m": 3.0, "min_x": 2.0, "max_x": 6.0}
