@@ -227,3 +227,14 @@ def test_experts_are_balanced_as_the_model_asks(tmp_path, tiny_model, tokenizer,
     assert logged(balanced, "loss")[0] == pytest.approx(logged(plain, "loss")[0] + 0.1 * aux, rel=1e-5)
     with pytest.raises(ConfigError, match="no experts"):
         build(tmp_path, tiny_model(), tokenizer, rows, router_aux_loss_coef=0.1)
+
+
+def test_offloading_and_recomputing_activations_change_nothing(tmp_path, tiny_model, tokenizer, preference_rows):
+    common = {"optim": "sgd", "learning_rate": 0.5}
+    plain, _ = weights_after(tmp_path, tiny_model, tokenizer, preference_rows["text"], **common)
+    for option in ("activation_offloading", "gradient_checkpointing"):
+        other, trainer = weights_after(
+            tmp_path, tiny_model, tokenizer, preference_rows["text"], **common, **{option: True}
+        )
+        assert (other - plain).abs().max() < 1e-6, option
+        assert logged(trainer, "loss")[0] == pytest.approx(math.log(2), abs=1e-6)
