@@ -35,7 +35,7 @@ class OfflineConfig(BaseConfig):
     )
     pad_to_multiple_of: int | str | None = option(
         "auto",
-        "In the padded layout, pad to a multiple of this many tokens. auto: only where the hardware needs it.",
+        "Accepted for scripts that come from TRL and without effect: rows are padded to their longest, or not at all.",
         low=1,
     )
     pad_token: str | None = option(None, "Deprecated: set processing_class.pad_token instead. The padding token.")

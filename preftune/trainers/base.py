@@ -84,7 +84,6 @@ class BaseTrainer(Trainer, ABC):
     layout: Layout
     config_class: ClassVar[type[BaseConfig]]
     name: ClassVar[str]  # as in "DPO"
-    paper: ClassVar[str]  # arXiv number
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     columns_read: ClassVar[tuple[str, ...]]  # of the prepared dataset
     needs_reference: ClassVar[bool] = False  # whether the algorithm compares with a reference model

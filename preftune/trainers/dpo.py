@@ -52,10 +52,8 @@ class DPOTrainer(OfflineTrainer):
     args: DPOConfig
     config_class = DPOConfig
     name = "DPO"
-    paper = "2305.18290"
     needs_reference = True
     columns_read: ClassVar[tuple[str, ...]] = ("prompt_ids", "chosen_ids", "rejected_ids")
-    _tag_names: ClassVar[list[str]] = ["preftune", "dpo"]
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ A packed row is a tree of several documents, so that no token ever sees or predi
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -23,6 +24,8 @@ from preftune.models.logprobs import token_scores
 from preftune.trainers.base import EvalData, RawData
 from preftune.trainers.offline import Batch, OfflineTrainer, StepTotals
 from preftune.types import LossOutput, TokenScores
+
+logger = logging.getLogger(__name__)
 
 
 class SFTTrainer(OfflineTrainer):
@@ -43,7 +46,6 @@ class SFTTrainer(OfflineTrainer):
     name = "SFT"
     loss_unit = "tokens"
     columns_read: ClassVar[tuple[str, ...]] = ("input_ids", "labels", "seq_lengths")
-    _tag_names: ClassVar[list[str]] = ["preftune", "sft"]
 
     def __init__(
         self,
@@ -111,6 +113,9 @@ class SFTTrainer(OfflineTrainer):
     def prepare_dataset(self, dataset: RawData, split: str) -> tuple[RawData, DataReport]:
         args = self.args
         if isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset"):
+            logger.warning(
+                "skip_prepare_dataset: %s rows are taken as they are; max_length and packing do not act", split
+            )
             return dataset, DataReport(split)
         pack = args.packing if split == "train" or args.eval_packing is None else args.eval_packing
         keeps_tails = pack and args.packing_strategy != "bfd"
@@ -136,6 +141,8 @@ class SFTTrainer(OfflineTrainer):
             rows = rows.shuffle(seed=args.seed)
         if pack and args.max_length is not None:
             rows = pack_dataset(rows, args.max_length, args.packing_strategy)
+            if split == "train" and args.shuffle_dataset:
+                rows = rows.shuffle(seed=args.seed)
         return rows, prepared.report
 
     def default_collator(self) -> SFTCollator:
