@@ -19,6 +19,7 @@ from preftune.data.tree import build_tree
 
 Row = Mapping[str, Any]
 SUPERVISED_COLUMNS = ("input_ids", "labels", "seq_lengths")
+UNPAIRED_COLUMNS = ("prompt_ids", "completion_ids", "mismatched_ids")
 
 
 class PreferenceCollator:
@@ -58,6 +59,33 @@ class SFTCollator:
         tree = build_tree([()] * len(documents), [[document] for document in documents], [[mask] for mask in masks])
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])
         return {"row_lengths": lengths, "tree": tree, **_numbers(rows, SUPERVISED_COLUMNS)}
+
+
+class UnpairedCollator:
+    """Labelled rows to a tree of one branch a prompt, or of two where the rows bring `mismatched_ids`.
+
+    The second branch is the completion of another prompt. Labels become a bool tensor `label`, columns of numbers
+    float32 tensors.
+
+    Args:
+        max_length: Most tokens of prompt + mismatched completion; what belongs together was cut before.
+    """
+
+    def __init__(self, max_length: int | None = None) -> None:
+        self.max_length = max_length
+
+    def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
+        prompts, branches = [], []
+        for row in rows:
+            prompt, *answers = (np.asarray(row[column], np.int64) for column in UNPAIRED_COLUMNS if column in row)
+            if self.max_length is not None:
+                answers[1:] = [ids[: max(1, self.max_length - len(prompt))] for ids in answers[1:]]
+            prompts.append(prompt)
+            branches.append(answers)
+        lengths = torch.tensor([len(p) + sum(map(len, b)) for p, b in zip(prompts, branches)])
+        labels = torch.tensor([bool(row["label"]) for row in rows])
+        batch = {"row_lengths": lengths, "tree": build_tree(prompts, branches), "label": labels}
+        return batch | _numbers(rows, (*UNPAIRED_COLUMNS, "label"))
 
 
 def _numbers(rows: Sequence[Row], used: Sequence[str]) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from datasets import Dataset, IterableDataset
 
@@ -19,18 +20,27 @@ SYNONYMS: dict[str, tuple[str, ...]] = {
     "chosen": ("accepted", "preferred", "chosen_response", "response_chosen", "better", "winner", "good"),
     "rejected": ("dispreferred", "rejected_response", "response_rejected", "worse", "loser", "bad"),
     "completion": ("answer", "response", "output", "target", "solution"),
+    "label": ("labels", "desirable", "feedback", "thumbs_up", "liked"),
     "messages": ("conversation", "dialogue", "dialog", "chat", "turns"),
     "text": ("content", "document", "body"),
 }
 
 
+# First rows of streaming datasets: every look at one restarts its stream, which may mean a download.
+_FIRST_ROWS: WeakKeyDictionary[IterableDataset, dict[str, Any]] = WeakKeyDictionary()
+
+
 def first_row(dataset: Dataset | IterableDataset, name: str) -> dict[str, Any]:
-    """The first row as plain Python values.
+    """The first row as plain Python values. A stream is begun once for it, however often one asks.
 
     Raises:
         DataFormatError: there is none.
     """
+    if isinstance(dataset, IterableDataset) and dataset in _FIRST_ROWS:
+        return dict(_FIRST_ROWS[dataset])
     for row in dataset.with_format(None).take(1):
+        if isinstance(dataset, IterableDataset):
+            _FIRST_ROWS[dataset] = dict(row)
         return dict(row)
     raise DataFormatError(f"the {name} dataset has no rows. Check the split and the filters that made it.")
 

@@ -97,9 +97,19 @@ def _starts_with_turn(value: Any, key: str) -> bool:
 
 
 def _turn(turn: Mapping[str, Any]) -> Message:
-    # Arrow fills the keys that a message lacks with None, which some templates would print.
-    message = {key: value for key, value in turn.items() if value is not None}
+    message = without_nulls(turn)
     if "role" not in message:
         role = message.pop("from")
         message = {"role": ROLE_NAMES.get(role, role), "content": message.pop("value", ""), **message}
     return message
+
+
+def without_nulls(value: Any) -> Any:
+    """`value` without the None entries of its dicts: Arrow fills in the keys that only other rows have, such as
+    arguments of other tools, and a template would print them.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value

@@ -18,6 +18,7 @@ from preftune.data.conversations import (
     maybe_convert_to_chatml,
     says_nothing,
     to_messages,
+    without_nulls,
 )
 from preftune.data.pairs import (
     extract_prompt,
@@ -164,12 +165,13 @@ def _supervised_source(
 
 
 def read_preference_row(
-    row: Mapping[str, Any], number: int, special_tokens: Collection[str] = ()
+    row: Mapping[str, Any], number: int, special_tokens: Collection[str] = (), needs_prompt: bool = True
 ) -> PreferenceRow | Outcome:
     """The pair in one row, or why the row cannot be used.
 
     A text prompt before messages is a user's turn, unless the messages begin with the question themselves; a text
-    answer after a prompt of messages is an assistant's turn.
+    answer after a prompt of messages is an assistant's turn. Messages without a common first one have no prompt, which
+    only `needs_prompt=False` allows: the prompt is then `[]`.
 
     Raises:
         DataFormatError: a value of a wrong type.
@@ -182,9 +184,11 @@ def read_preference_row(
         pair = _pair_of_texts(prompt, chosen, rejected, special_tokens)
     elif isinstance(chosen, list) and isinstance(rejected, list):
         pair = _pair_of_messages(row, number, prompt, chosen, rejected)
+        if needs_prompt and not isinstance(pair, Outcome) and not pair[0]:
+            pair = Outcome.NO_PROMPT
     else:
         raise bad_value(number, "rejected", row["rejected"], f"the form of 'chosen', {type(chosen).__name__}")
-    return pair if isinstance(pair, Outcome) else PreferenceRow(*pair, *_template_options(row, number))
+    return pair if isinstance(pair, Outcome) else PreferenceRow(*pair, *template_options(row, number))
 
 
 def read_supervised_row(
@@ -210,7 +214,7 @@ def read_supervised_row(
             completion = to_messages(completion, number, column)
         elif not isinstance(completion, str):
             raise bad_value(number, column, completion, "text")
-    return SupervisedRow(prompt, completion, *_template_options(row, number))
+    return SupervisedRow(prompt, completion, *template_options(row, number))
 
 
 def _pair_of_texts(
@@ -244,7 +248,7 @@ def _pair_of_messages(
         prompt, chosen, rejected = pair["prompt"], pair["chosen"], pair["rejected"]
     if says_nothing(chosen) or says_nothing(rejected):
         return Outcome.EMPTY_ANSWER
-    return (prompt, chosen, rejected) if prompt else Outcome.NO_PROMPT
+    return prompt, chosen, rejected
 
 
 def _side(value: Any, number: int, column: str) -> str | Turns:
@@ -260,7 +264,7 @@ def _has_messages(row: Mapping[str, Any]) -> bool:
     return any(not isinstance(row[c], str) for c in ("messages", "completion") if row.get(c) is not None)
 
 
-def _template_options(row: Mapping[str, Any], number: int) -> tuple[list[Any] | None, dict[str, Any]]:
+def template_options(row: Mapping[str, Any], number: int) -> tuple[list[Any] | None, dict[str, Any]]:
     tools, options = row.get("tools"), row.get("chat_template_kwargs")
     if isinstance(tools, str):
         try:
@@ -273,12 +277,3 @@ def _template_options(row: Mapping[str, Any], number: int) -> tuple[list[Any] | 
         raise bad_value(number, "chat_template_kwargs", options, "a dict of options for the chat template")
     given = {key: value for key, value in (options or {}).items() if value is not None}
     return without_nulls(tools) or None, given
-
-
-def without_nulls(value: Any) -> Any:
-    """`value` without the None entries of its dicts, with which Arrow fills the keys that other rows have."""
-    if isinstance(value, Mapping):
-        return {key: without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value

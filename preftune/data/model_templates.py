@@ -1,25 +1,42 @@
 """Chat templates as they belong to a model: copying one from another model, and marking what the assistant says.
 
-A training template is derived from what the tokenizer's own template renders, never looked up by its text.
+A training template wraps the tokenizer's own (see `training_templates/twin.jinja`); it is never looked up by its text.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from importlib import resources
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from preftune.data.pairs import CONTROL_TOKEN, shared_text
+from preftune.data.template_probes import (
+    ANSWER,
+    ANSWER2,
+    KEY,
+    QUESTION2,
+    REFUSALS,
+    RESULT,
+    THOUGHT,
+    VALUE,
+    Probe,
+    assistant,
+    between,
+    calling,
+    marked_text,
+    template_of,
+    tokenizer_of,
+    tool,
+    user,
+)
 from preftune.errors import ConfigError
 
-# The first line of derived templates, by which they are known: rows are then compared with the tokenizer's own.
-DERIVED = "{# derived by preftune from the tokenizer's own chat template #}"
 _MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-
-_SYSTEM, _USERS, _ANSWERS = "Zsystemz", ("Zuseronez", "Zusertwoz"), ("Zanswerwonz", "Zanswertooz")
+_REMEDY = "Mark assistant turns in the template yourself, with {% generation %} and {% endgeneration %}."
 
 
 def has_generation_markers(template: str | Mapping[str, str] | None) -> bool:
@@ -30,13 +47,14 @@ def has_generation_markers(template: str | Mapping[str, str] | None) -> bool:
 
 
 def get_training_chat_template(processing_class: Any = None, tokenizer: Any = None) -> str | None:
-    """A template that renders what the tokenizer's own does and marks assistant turns, or None if that one does.
+    """A template that renders what the own one does and marks what the model generates, or None if that one does.
 
-    It is derived from trial renderings, so it knows a system message and turns of user and assistant that alternate,
-    and refuses tools and other roles. The end-of-turn token is marked with the answer.
+    It wraps the own template, so it takes the same tools, options and messages. What is marked of an assistant's turn
+    is what follows the prompt that the model gets for it, up to and with the token that ends the turn. If a tool's
+    result changes how the call before it is written, tool loops are written as they were generated.
 
     Raises:
-        ConfigError: the own template is missing, or no derived one renders the trial conversations alike.
+        ConfigError: the own template is missing, or leaves open where assistant turns begin or end.
     """
     if tokenizer is not None:
         if processing_class is not None:
@@ -47,123 +65,124 @@ def get_training_chat_template(processing_class: Any = None, tokenizer: Any = No
         raise TypeError("get_training_chat_template needs a tokenizer.")
     if not processing_class.chat_template:
         raise ConfigError("the tokenizer has no chat template, so none can be derived. Set tokenizer.chat_template.")
-    own = processing_class.get_chat_template()
-    if has_generation_markers(own):
-        return None
-    for content in ("turn['content']", "turn['content'] | trim"):
-        derived = _derive(processing_class, content)
-        if derived is not None and _renders_alike(processing_class, derived):
-            return derived
-    raise ConfigError(
-        f"no training template can be derived from the tokenizer's chat template, which begins {own[:200]!r}. Mark "
-        "assistant turns in it yourself, with {% generation %} and {% endgeneration %}."
-    )
+    own = template_of(processing_class)
+    return None if has_generation_markers(own) else derive_training_template(processing_class, own)
 
 
-def _derive(tokenizer: Any, content: str) -> str | None:
-    """The template read off the text around known contents, or None if turns do not repeat."""
-    (user, user2), (answer, answer2) = _USERS, _ANSWERS
-    turns = [("user", user), ("assistant", answer), ("user", user2), ("assistant", answer2)]
-    whole = _around(tokenizer, turns)
-    alone = _around(tokenizer, turns[:1])
-    asked = _around(tokenizer, turns[:1], add_generation_prompt=True)
-    answered = _around(tokenizer, turns[:2], add_generation_prompt=True)
-    if whole is None or alone is None or asked is None or answered is None or whole[1] != whole[3]:
-        return None
-    head, to_answer, to_user, _, tail = whole
-    close = _end_of_turn(tokenizer, to_user, tail)
-    if not answered[2].startswith(close):
-        return None
-    system = _around(tokenizer, [("system", _SYSTEM), *turns])
-    words = {
-        "head": head,
-        "to_answer": to_answer,
-        "to_user": to_user[len(close) :],
-        "tail": tail[len(close) :],
-        "close": close,
-        "open_user": alone[1],
-        "ask": asked[1],
-        "ask_again": answered[2][len(close) :],
-        "system_head": system[0] if system else "",
-        "after_system": system[1] if system else "",
-    }
-    body = _BODY if system else _BODY.replace("first['role'] == 'system'", "false")
-    for name, text in words.items():
-        body = body.replace(f"<{name}>", "{{ " + ascii(text) + " }}")
-    return DERIVED + body.replace("<content>", "{{ " + content + " }}").replace("\n", "")
+def derive_training_template(processing_class: Any, own: str) -> str:
+    """`own`, a template without markers, inside one that marks what the model generates.
+
+    Raises:
+        ConfigError: it leaves open where assistant turns begin or end, with what it writes there.
+    """
+    probe = Probe(processing_class, own)
+    header, stops = turn_marks(probe)
+    twin = resources.files("preftune.data.training_templates").joinpath("twin.jinja").read_text(encoding="utf-8")
+    for name, value in (("header", header), ("stops", stops), ("keeps_loops", _rewrites_loops(probe))):
+        twin = twin.replace(f"<{name}>", ascii(value).replace("True", "true").replace("False", "false"))
+    before, _, after = twin.partition("<own>")
+    # Jinja drops one newline at the end of a template, which here is no longer the end.
+    derived = before + own.removesuffix("\n") + after
+    _check(processing_class, probe, derived)
+    return derived
 
 
-_BODY = """
-{% set first = messages[0] %}
-{% if first['role'] == 'system' %}
-{% set turn = first %}{% set turns = messages[1:] %}<system_head><content><after_system>
-{% else %}
-{% set turns = messages %}<head>
-{% endif %}
-{% for turn in turns %}
-{% set speaker = 'user' if loop.index0 % 2 == 0 else 'assistant' %}
-{% if tools or turn['role'] != speaker or turn['content'] is not string %}
-{{ raise_exception('the derived training template knows texts of user and assistant in turn only, without tools') }}
-{% endif %}
-{% if speaker == 'user' %}
-{% if not loop.first %}<to_user>{% endif %}
-<content>
-{% if not loop.last %}<to_answer>{% elif add_generation_prompt %}<ask>{% else %}<open_user>{% endif %}
-{% else %}
-{% generation %}<content><close>{% endgeneration %}
-{% if loop.last %}{% if add_generation_prompt %}<ask_again>{% else %}<tail>{% endif %}{% endif %}
-{% endif %}
-{% endfor %}
-"""
+def turn_marks(probe: Probe) -> tuple[str, list[str]]:
+    """What opens an assistant's turn ("" where nothing does), and the tokens of which the first one ends it.
+
+    Raises:
+        ConfigError: the template writes no answers, or ends them without a token.
+    """
+    tokens = list(tokenizer_of(probe.processing_class).added_tokens_decoder.values())
+    specials = [token.content for token in tokens]
+    header = _header(probe, specials)
+    stops = _stops(probe, specials)
+    return header, stops + _call_stops(probe, stops, [token.content for token in tokens if token.special])
 
 
-def _around(tokenizer: Any, turns: Sequence[tuple[str, str]], **how: Any) -> list[str] | None:
-    """The texts before, between and after the contents of `turns`; None if one is not there once and in order."""
-    text = _try_render(tokenizer, turns, **how)
-    pieces: list[str] = []
-    for _, content in turns:
-        if text is None or text.count(content) != 1:
-            return None
-        before, _, text = text.partition(content)
-        pieces.append(before)
-    return [*pieces, text] if text is not None else None
+def _header(probe: Probe, specials: list[str]) -> str:
+    """What opens an assistant's turn, both where it is asked for and where it is history; "" where nothing does."""
+    alone, asked = probe.render([user()]), probe.render([user()], add_generation_prompt=True)
+    answered = probe.render([user(), assistant()])
+    if alone is None or asked is None or answered is None or ANSWER not in answered:
+        raise ConfigError(
+            "no training template can be derived: the tokenizer's chat template does not write a question and its "
+            f"answer, or refuses them. {_REMEDY}"
+        )
+    at = shared_text(alone, asked, specials)
+    return asked[at:][: shared_text(asked[at:], answered[at:], specials)]
 
 
-def _end_of_turn(tokenizer: Any, to_user: str, tail: str) -> str:
-    """What closes an answer in the middle and at the end alike, up to its first special token; "" without one."""
-    shared = 0
-    while shared < min(len(to_user), len(tail)) and to_user[shared] == tail[shared]:
-        shared += 1
-    ends = []
-    for token in tokenizer.added_tokens_decoder.values():
-        at = to_user.find(token.content, 0, shared)
-        if at != -1:
-            ends.append((at, -len(token.content)))
-    return to_user[: min(ends)[0] - min(ends)[1]] if ends else ""
+def _stops(probe: Probe, specials: list[str]) -> list[str]:
+    """The tokens that end an assistant's turn: the last one of what closes it both in the middle and at the end.
+
+    Where the two have no token in common, the first after it in the middle and the last at the end.
+    """
+    middle = between(probe.render([user(), assistant(), user(QUESTION2), assistant(ANSWER2)]), ANSWER, QUESTION2)
+    last = between(probe.render([user(), assistant()]), ANSWER)
+    stops = _ends(middle[1] if middle else "", last[1] if last else "", specials, CONTROL_TOKEN.pattern)
+    if not stops:
+        raise ConfigError(
+            "no training template can be derived: the tokenizer's chat template ends an assistant turn with "
+            f"{last[1] if last else ''!r}, in which there is no special token, so nothing would teach the model to "
+            f"stop. Write eos_token after assistant turns. {_REMEDY}"
+        )
+    return stops
 
 
-def _renders_alike(tokenizer: Any, derived: str) -> bool:
-    contents = ("one", " two\n", "three\n\n3", "four <b>", "five")
-    dialogue = [(role, text) for role, text in zip(("user", "assistant") * 3, contents)]
-    trials = [(dialogue[:n], answer) for n in (1, 2, 3, 4, 5) for answer in (False, True)]
-    trials += [([("system", " be brief\n"), *turns], answer) for turns, answer in trials]
-    alike = 0
-    for turns, answer in trials:
-        own = _try_render(tokenizer, turns, add_generation_prompt=answer)
-        if own is None:  # for instance a template that knows no system message
+def _call_stops(probe: Probe, known: list[str], specials: list[str]) -> list[str]:
+    """Tokens that end a turn of calls where those that end an answer do not."""
+    turn = [user(), calling({KEY: VALUE})]
+    middle = between(probe.render([*turn, tool(), assistant()]), VALUE, RESULT)
+    last = between(probe.render(turn), VALUE)
+    if not middle or not last or any(stop in middle[1] and stop in last[1] for stop in known):
+        return []
+    return [stop for stop in _ends(middle[1], last[1], specials) if stop not in known]
+
+
+def _ends(middle: str, last: str, specials: list[str], looks: str = "(?!)") -> list[str]:
+    """The tokens that end a turn, of `specials` or of what `looks` like one."""
+    known = "|".join(re.escape(token) for token in sorted(specials, key=len, reverse=True) if token.strip())
+    token = re.compile(f"{known or '(?!)'}|{looks}")
+    shared = token.findall(middle[: shared_text(middle, last, specials)])
+    if shared:
+        return shared[-1:]
+    return list(dict.fromkeys([*token.findall(middle)[:1], *token.findall(last)[-1:]]))
+
+
+def _rewrites_loops(probe: Probe) -> bool:
+    """Whether a tool's result, or the answer after it, changes how the call before it is written."""
+    if not probe.writes_tools():
+        return False
+    for thought in ({}, {"reasoning_content": THOUGHT}):
+        loop = [user(), calling({KEY: VALUE}, **thought), tool(), assistant()]
+        steps = [probe.render(loop[:turns]) for turns in (2, 3, 4)]
+        for before, after in zip(steps, steps[1:]):
+            if before is None or after is None:
+                return False
+            if not after.startswith(before.rstrip()):
+                return True
+    return False
+
+
+def _check(processing_class: Any, probe: Probe, derived: str) -> None:
+    """Tries the derived template: what the own one writes, and every answer marked with the token that ends it."""
+    dialogue = [user(), assistant(), user(QUESTION2), assistant(ANSWER2, reasoning_content=THOUGHT)]
+    for messages in (dialogue[:2], dialogue):
+        own = probe.render(messages)
+        if own is None:
             continue
-        if _try_render(tokenizer, turns, add_generation_prompt=answer, chat_template=derived) != own:
-            return False
-        alike += 1
-    return alike > 0
-
-
-def _try_render(tokenizer: Any, turns: Sequence[tuple[str, str]], **how: Any) -> str | None:
-    messages = [{"role": role, "content": content} for role, content in turns]
-    try:
-        return tokenizer.apply_chat_template(messages, tokenize=False, **how)
-    except (TemplateError, TypeError, ValueError, KeyError):
-        return None
+        try:
+            pieces = marked_text(processing_class, probe.fitted(messages), derived)
+        except REFUSALS as error:
+            raise ConfigError(f"no training template can be derived: {error}.") from error
+        answers = [generated for _, generated in pieces if generated]
+        twin = Probe(processing_class, derived).render(messages)
+        wanted = [message["content"] for message in messages if message["role"] == "assistant"]
+        if twin != own or [text in answer for text, answer in zip(wanted, answers)] != [True] * len(wanted):
+            raise ConfigError(
+                f"no training template can be derived: of {own!r} these pieces would be scored: {answers!r}. {_REMEDY}"
+            )
 
 
 def clone_chat_template(

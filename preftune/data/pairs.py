@@ -17,7 +17,7 @@ from preftune.data.conversations import is_turn
 from preftune.errors import DataFormatError
 
 # What control tokens look like where no tokenizer is at hand: <|im_end|>, </s>, [INST].
-_CONTROL_TOKEN = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\]")
+CONTROL_TOKEN = re.compile(r"<[^<>\s]{1,40}>|\[/?[A-Z_]{1,40}\]")
 
 
 def extract_prompt(example: Mapping[str, Any], special_tokens: Collection[str] = ()) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def unpair_preference_dataset(dataset: Any, **map_kwargs: Any) -> Any:
     """
     if isinstance(dataset, (DatasetDict, IterableDatasetDict, dict)):
         return type(dataset)({name: unpair_preference_dataset(split, **map_kwargs) for name, split in dataset.items()})
-    return dataset.map(_unpair, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs)
+    return dataset.map(unpair_batch, batched=True, remove_columns=["chosen", "rejected"], **map_kwargs)
 
 
 def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, desc: str | None = None) -> Any:
@@ -81,15 +81,12 @@ def maybe_unpair_preference_dataset(dataset: Any, num_proc: int | None = None, d
     return unpair_preference_dataset(dataset, **map_kwargs)
 
 
-def _unpair(batch: Mapping[str, list]) -> dict[str, list]:
-    rows = range(len(batch["chosen"]))
-    twice = {
-        column: [batch[column][row] for row in rows for _ in range(2)]
-        for column in batch
-        if column not in ("chosen", "rejected")
-    }
-    completion = [batch[side][row] for row in rows for side in ("chosen", "rejected")]
-    return {**twice, "completion": completion, "label": [True, False] * len(rows)}
+def unpair_batch(batch: Mapping[str, list], suffix: str = "") -> dict[str, list]:
+    """Columns of two rows a pair from columns of pairs; with a `suffix` those are `chosen{suffix}` and so on."""
+    rows, sides = range(len(batch[f"chosen{suffix}"])), (f"chosen{suffix}", f"rejected{suffix}")
+    twice = {column: [batch[column][row] for row in rows for _ in sides] for column in batch if column not in sides}
+    completions = [batch[side][row] for row in rows for side in sides]
+    return {**twice, f"completion{suffix}": completions, "label": [True, False] * len(rows)}
 
 
 def _shared_messages(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
@@ -117,7 +114,7 @@ def shared_text(one: str, other: str, special_tokens: Collection[str] = ()) -> i
 def _outside_tokens(text: str, cut: int, special_tokens: Collection[str]) -> int:
     """The last position up to `cut` that is not inside a special token of `text`."""
     around = max(0, cut - 48)
-    for match in _CONTROL_TOKEN.finditer(text, around, cut + 48):
+    for match in CONTROL_TOKEN.finditer(text, around, cut + 48):
         if match.start() < cut < match.end():
             return match.start()
     for token in special_tokens:

@@ -32,6 +32,7 @@ class PreferenceEncoder:
     source: PreferenceSource
     max_length: int | None
     truncation_mode: str
+    needs_prompt: bool = True
 
     def __call__(self, batch: Mapping[str, list], rows: list[int]) -> dict[str, list]:
         if self.source == "ids":
@@ -44,7 +45,7 @@ class PreferenceEncoder:
         columns = [column for column in PREFERENCE_COLUMNS if column in batch]
         specials = self.encoder.special_tokens
         read = [
-            read_preference_row({column: batch[column][place] for column in columns}, row, specials)
+            read_preference_row({column: batch[column][place] for column in columns}, row, specials, self.needs_prompt)
             for place, row in enumerate(rows)
         ]
         pairs = [(row, pair) for row, pair in zip(rows, read) if isinstance(pair, PreferenceRow)]
@@ -61,7 +62,8 @@ class PreferenceEncoder:
         for row, pair in pairs:
             if not pair.is_text:
                 options = (pair.tools, pair.template_kwargs)
-                chats.append(Chat(pair.prompt, row, True, *options))
+                if pair.prompt:
+                    chats.append(Chat(pair.prompt, row, True, *options))
                 chats.extend(
                     Chat(pair.prompt + answer, row, False, *options) for answer in (pair.chosen, pair.rejected)
                 )
@@ -72,7 +74,7 @@ class PreferenceEncoder:
                 prompts.append(pair.prompt)
                 wholes.append((pair.prompt + pair.chosen, pair.prompt + pair.rejected))
             else:
-                prompts.append(next(rendered))
+                prompts.append(next(rendered) if pair.prompt else "")
                 wholes.append((next(rendered), next(rendered)))
         return prompts, wholes
 

@@ -30,6 +30,7 @@ class Outcome(IntEnum):
     PROMPT_FILLS = 4
     ANSWER_FILLS = 5
     NOTHING_SCORED = 6
+    OVERLONG = 7
 
 
 REASONS: dict[Outcome, str] = {
@@ -39,6 +40,7 @@ REASONS: dict[Outcome, str] = {
     Outcome.PROMPT_FILLS: "a prompt that fills max_length",
     Outcome.ANSWER_FILLS: "an answer that fills max_length (keep_end leaves no prompt)",
     Outcome.NOTHING_SCORED: "no token to score",
+    Outcome.OVERLONG: "more than max_length tokens",
 }
 REMEDIES: dict[Outcome, str] = {
     Outcome.IDENTICAL: "A pair of equal answers has no gradient: check how the pairs were made.",
@@ -47,6 +49,7 @@ REMEDIES: dict[Outcome, str] = {
     Outcome.PROMPT_FILLS: "Raise max_length, or shorten the prompts.",
     Outcome.ANSWER_FILLS: "Raise max_length, or use truncation_mode='keep_start'.",
     Outcome.NOTHING_SCORED: "Check completion_only_loss, assistant_only_loss, labels and max_length.",
+    Outcome.OVERLONG: "Raise max_length, or set overlong='cut'.",
 }
 
 

@@ -10,16 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jinja2 import TemplateError
-
 from preftune.data.conversations import is_conversational
 from preftune.data.model_templates import (
-    DERIVED,
     clone_chat_template,
+    derive_training_template,
     get_training_chat_template,
     has_generation_markers,
 )
 from preftune.data.pairs import shared_text
+from preftune.data.template_probes import (
+    REFUSALS,
+    is_chat_template_prefix_preserving,
+    is_chat_template_stop_token_trained,
+    marked_text,
+    supports_tool_calling,
+    template_of,
+)
 from preftune.errors import ConfigError, DataFormatError
 
 __all__ = [
@@ -29,7 +35,11 @@ __all__ = [
     "clone_chat_template",
     "get_training_chat_template",
     "has_generation_markers",
+    "is_chat_template_prefix_preserving",
+    "is_chat_template_stop_token_trained",
     "maybe_apply_chat_template",
+    "show_mask",
+    "supports_tool_calling",
 ]
 
 _CONVERSATIONAL_KEYS = (
@@ -40,7 +50,6 @@ _CONVERSATIONAL_KEYS = (
     {"prompt", "chosen", "rejected"},
     {"chosen", "rejected"},
 )
-_REFUSALS = (TemplateError, TypeError, ValueError, KeyError, IndexError, AttributeError)
 
 
 @dataclass(slots=True)
@@ -66,46 +75,60 @@ class ChatRenderer:
     tokenizer: Any
     chat_template: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
+    _derived: dict[str, str] = field(default_factory=dict)
 
     def render(self, chats: Sequence[Chat]) -> list[str]:
         """The text of each conversation; those with equal options go to the template in one call."""
         self._check_template()
         texts = [""] * len(chats)
         for group in _groups(chats):
-            rendered = self._apply(group, tokenize=False)
+            rendered = self._apply(group, self.chat_template, tokenize=False)
             for (place, _), text in zip(group, rendered):
                 texts[place] = text
         return texts
 
     def encode_marked(self, chats: Sequence[Chat]) -> list[tuple[list[int], list[int]]]:
-        """Ids of each conversation, and 1 for every token of what the template marks as generated.
+        """Ids of each conversation, and 1 for every token of what the model generates.
+
+        A template without `{% generation %}` markers is wrapped in one that has them.
 
         Raises:
-            ConfigError: the template has no `{% generation %}` markers.
-            DataFormatError: a derived template renders a row otherwise than the model's own does.
+            ConfigError: where assistant turns begin or end cannot be told.
         """
-        self._check_template()
-        template = self.chat_template or self.tokenizer.get_chat_template()
-        check_markers(template)
-        if template.startswith(DERIVED):
-            self._check_derived(chats)
         encoded: list[tuple[list[int], list[int]]] = [([], [])] * len(chats)
         for group in _groups(chats):
-            out = self._apply(group, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+            template = self.marked_template(group[0][1].tools)
+            out = self._apply(
+                group, template, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, verbose=False
+            )
             for (place, _), ids, mask in zip(group, out["input_ids"], out["assistant_masks"]):
                 encoded[place] = (ids, mask)
         return encoded
 
-    def _apply(self, group: list[tuple[int, Chat]], **how: Any) -> Any:
+    def marked_template(self, tools: list[Any] | None = None) -> str:
+        """The template with `{% generation %}` markers; of several named ones that for conversations with `tools`.
+
+        Raises:
+            ConfigError: none can be derived.
+        """
+        self._check_template()
+        template = self.chat_template or template_of(self.tokenizer, tools)
+        if has_generation_markers(template):
+            return template
+        if template not in self._derived:
+            self._derived[template] = derive_training_template(self.tokenizer, template)
+        return self._derived[template]
+
+    def _apply(self, group: list[tuple[int, Chat]], template: str | None, **how: Any) -> Any:
         first = group[0][1]
         options = {**self.options, **first.options, **how}  # a row's own option wins
-        options.update(chat_template=self.chat_template, tools=first.tools, add_generation_prompt=first.answer_next)
+        options.update(chat_template=template, tools=first.tools, add_generation_prompt=first.answer_next)
         try:
             return self.tokenizer.apply_chat_template([chat.messages for _, chat in group], **options)
-        except _REFUSALS as error:
+        except REFUSALS as error:
             if len(group) > 1:
                 for one in group:
-                    self._apply([one], **how)
+                    self._apply([one], template, **how)
             roles = [message.get("role") for message in first.messages]
             raise DataFormatError(
                 f"row {first.row}: the chat template refuses the conversation with roles {roles}: "
@@ -120,29 +143,22 @@ class ChatRenderer:
                 "tokenizer.chat_template = '...'; clone_chat_template copies another model's), or bring plain text."
             )
 
-    def _check_derived(self, chats: Sequence[Chat]) -> None:
-        own = ChatRenderer(self.tokenizer, None, self.options).render(chats)
-        for chat, text, wanted in zip(chats, self.render(chats), own):
-            if text != wanted:
-                raise DataFormatError(
-                    f"row {chat.row}: the training template that was derived from the tokenizer's own renders this row "
-                    "otherwise. Mark assistant turns in the tokenizer's template yourself, with {% generation %} and "
-                    "{% endgeneration %}."
-                )
 
+def show_mask(
+    processing_class: Any, messages: list[dict[str, Any]], chat_template: str | None = None, **options: Any
+) -> str:
+    """The rendered conversation with what `assistant_only_loss` scores in `[[` and `]]`, to check a template by eye.
 
-def check_markers(template: str) -> None:
-    """Refuses a template that does not mark what the assistant says.
+    Args:
+        chat_template: Looked at instead of the own template.
+        options: `tools`, and options of the template such as `enable_thinking`.
 
     Raises:
-        ConfigError: with the beginning of the template.
+        ConfigError: the template has no markers, and none can be derived.
     """
-    if not has_generation_markers(template):
-        raise ConfigError(
-            "assistant_only_loss=True needs a chat template that marks assistant turns with {% generation %} and "
-            f"{{% endgeneration %}}, and this one has no such markers: {template[:200]!r}. Add them, or let preftune "
-            "try: tokenizer.chat_template = preftune.get_training_chat_template(tokenizer)."
-        )
+    template = ChatRenderer(processing_class, chat_template).marked_template(options.get("tools"))
+    pieces = marked_text(processing_class, messages, template, **options)
+    return "".join(plain + (f"[[{marked}]]" if marked else "") for plain, marked in pieces)
 
 
 def apply_chat_template(

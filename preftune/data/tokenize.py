@@ -18,7 +18,7 @@ from preftune.data.mapping import PreparedData, encode_dataset, tokenizer_key
 from preftune.data.preference import PreferenceEncoder
 from preftune.data.report import DataReport
 from preftune.data.supervised import SUPERVISED_IDS, SupervisedEncoder
-from preftune.data.templates import ChatRenderer, check_markers
+from preftune.data.templates import ChatRenderer, is_chat_template_stop_token_trained
 from preftune.errors import ConfigError
 
 __all__ = ["DataReport", "PreparedData", "prepare_eval", "prepare_preference", "prepare_sft"]
@@ -129,8 +129,9 @@ def prepare_sft(
     completion_only = source == "completions" if completion_only_loss is None else completion_only_loss
     assistant_only = assistant_only_loss and source != "ids"
     renderer = ChatRenderer(tokenizer, chat_template, options)
-    if assistant_only and (chat_template or tokenizer.chat_template):
-        check_markers(chat_template or tokenizer.get_chat_template())
+    marked = renderer.marked_template() if assistant_only else None
+    if marked is not None:
+        _check_stop(tokenizer, marked, name)
     encode = SupervisedEncoder(
         encoder,
         renderer,
@@ -142,11 +143,21 @@ def prepare_sft(
         assistant_only,
         formatting_func,
     )
-    key = ["sft", source, max_length, truncation_mode, dataset_text_field, completion_only, assistant_only]
+    key = ["sft", source, max_length, truncation_mode, dataset_text_field, completion_only, marked]
     key += [encoder.eos, sorted(encoder.ends), options, Hasher.hash(formatting_func)]
     key += tokenizer_key(tokenizer, chat_template)
     keep = {*keep_columns} - {"completion_mask", "assistant_masks"}
     return encode_dataset(dataset, encode, SUPERVISED_IDS, key=key, name=name, keep=keep, num_proc=num_proc)
+
+
+def _check_stop(tokenizer: Any, template: str, name: str) -> None:
+    if not is_chat_template_stop_token_trained(tokenizer, template):
+        warnings.warn(
+            "the token that ends an assistant's turn is not scored, or the chat template writes none after the last "
+            f"answer, so the model will not learn from the {name} dataset to stop there. Move {{% endgeneration %}} "
+            "behind it, or write it (preftune.data.templates.show_mask shows what is scored).",
+            stacklevel=3,
+        )
 
 
 def prepare_eval(

@@ -97,6 +97,28 @@ def select_prompts(tree: PromptTree, chosen: Sequence[int]) -> PromptTree:
     return PromptTree(layout, cat["ids"], cat["pos"], cat["predict"], cat["target"], cat["owner"])
 
 
+def select_branch(tree: PromptTree, number: int) -> PromptTree:
+    """The tree of all prompts with branch `number` of each and no other.
+
+    Every prompt has such a branch. Scores equal the same entries of the scores of the whole tree.
+    """
+    device = tree.input_ids.device
+    lengths = [m for n, branches in tree.layout for m in (n, *branches)]
+    kept = [b in (-1, number) for _, branches in tree.layout for b in range(-1, len(branches))]
+    prompt_of_branch = torch.tensor([p for p, (_, branches) in enumerate(tree.layout) for _ in branches], device=device)
+    keep_N = torch.from_numpy(np.repeat(kept, lengths)).to(device)
+    place_N = keep_N.cumsum(0) - 1
+    keep_T = keep_N[tree.target_index]
+    return PromptTree(
+        tuple((n, (branches[number],)) for n, branches in tree.layout),
+        tree.input_ids[keep_N],
+        tree.position_ids[keep_N],
+        place_N[tree.predict_index[keep_T]],
+        place_N[tree.target_index[keep_T]],
+        prompt_of_branch[tree.branch_index[keep_T]],
+    )
+
+
 def split_by_tokens(tree: PromptTree, max_tokens: int | None) -> list[list[int]]:
     """Deals prompts, longest first, into groups of at most `max_tokens` flat tokens each.
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 
-from preftune.data.collate import PreferenceCollator, SFTCollator
+from preftune.data.collate import PreferenceCollator, SFTCollator, UnpairedCollator
 from preftune.data.packing import pack_dataset
 from preftune.data.tokenize import prepare_preference
 from preftune.types import PromptTree
@@ -83,3 +83,19 @@ def test_a_packed_row_is_its_documents():
 def test_wrong_lengths_of_documents():
     with pytest.raises(ValueError, match="seq_lengths sum to 3, and the packed row has 2"):
         SFTCollator()([{"input_ids": [1, 2], "labels": [1, 2], "seq_lengths": [1, 2]}])
+
+
+def test_unpaired_batch():
+    """A mismatched completion of a longer row is cut to what fits after this prompt, and to one token at least."""
+    own = {"prompt_ids": [11, 12], "completion_ids": [21, 22], "label": True, "w": 3}
+    other = {"prompt_ids": [13, 14, 15], "completion_ids": [23], "label": 0, "w": 4}
+    alone = UnpairedCollator()([own, other])
+    assert tree_of(alone).layout == ((2, (2,)), (3, (1,)))
+    assert alone["label"].tolist() == [True, False] and alone["label"].dtype == torch.bool
+    assert alone["w"].tolist() == [3.0, 4.0] and alone["row_lengths"].tolist() == [4, 4]
+    rows = [own | {"mismatched_ids": [31, 32, 33]}, other | {"mismatched_ids": [34, 35]}]
+    both = UnpairedCollator(max_length=4)(rows)
+    assert tree_of(both).layout == ((2, (2, 2)), (3, (1, 1)))
+    assert tree_of(both).target_ids.tolist() == [21, 22, 31, 32, 23, 34]
+    assert set(both) == {"row_lengths", "tree", "label", "w"}
+    assert tree_of(UnpairedCollator(max_length=3)([rows[1]])).layout == ((3, (1, 1)),)

@@ -20,6 +20,7 @@ from preftune.data.templates import (
     get_training_chat_template,
     has_generation_markers,
     maybe_apply_chat_template,
+    show_mask,
 )
 from preftune.data.tokenize import prepare_sft
 from preftune.errors import ConfigError, DataFormatError
@@ -129,63 +130,15 @@ def test_markers():
     assert not has_generation_markers(None)
 
 
-# Templates of the shapes that families have, written here: one expression a turn, a default system message, contents
-# trimmed, the role renamed, the system message inside the first question, EOS only after answers.
-_ASK = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-_TURNS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>' + '\\n' }}{% endfor %}"
-)
-FAMILIES = {
-    "one_expression": _TURNS + _ASK,
-    "default_system": "{% if messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\\nBe good.<|im_end|>\\n' }}{% endif %}" + _TURNS + _ASK,
-    "trimmed": "{{ bos_token }}{% for m in messages %}"
-    "{{ '<|im_start|>' + ('model' if m['role'] == 'assistant' else m['role']) + '\\n' }}"
-    "{{ m['content'] | trim + '<|im_end|>\\n' }}{% endfor %}" + _ASK.replace("assistant", "model"),
-    "no_system": "{{ bos_token }}{% for m in messages %}"
-    "{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
-    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}",
-    "thinks": _TURNS + _ASK.replace("assistant\\n", "assistant\\n<think>\\n"),
-}
 DIALOGUE = [ask("one "), say(" two\n"), ask("three"), say("four")]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_derived_training_templates(make_tokenizer, family):
-    tokenizer = make_tokenizer()
-    tokenizer.chat_template = FAMILIES[family]
-    derived = get_training_chat_template(tokenizer)
-    assert has_generation_markers(derived)
-    systems = [[]] if family == "no_system" else [[], [{"role": "system", "content": "Be brief."}]]
-    for system in systems:
-        for turns in (1, 2, 3, 4):
-            for answer_next in (False, True):
-                messages = system + DIALOGUE[:turns]
-                own, ours = (
-                    tokenizer.apply_chat_template(
-                        messages, tokenize=False, add_generation_prompt=answer_next, chat_template=template
-                    )
-                    for template in (None, derived)
-                )
-                assert ours == own
-    rows = Dataset.from_list([{"messages": DIALOGUE}])
-    (row,) = prepare_sft(rows, tokenizer, max_length=None, assistant_only_loss=True, chat_template=derived).dataset
-    answers = tokenizer.decode([label for label in row["labels"] if label != -100])
-    end = "<eos>" if family == "no_system" else "<|im_end|>"
-    contents = ("two", "four") if family == "trimmed" else (" two\n", "four")
-    assert answers.replace(" ", "") == (contents[0] + end + contents[1] + end).replace(" ", "")
 
 
 def test_templates_with_markers_need_no_other(tokenizer):
     assert get_training_chat_template(tokenizer) is None
 
 
-def test_templates_that_cannot_be_derived(make_tokenizer):
+def test_what_a_training_template_is_made_of(make_tokenizer):
     tokenizer = make_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ loop.index ~ m['content'] }}{% endfor %}"
-    with pytest.raises(ConfigError, match=r"no training template can be derived .* begins .\{% for m"):
-        get_training_chat_template(tokenizer)
     with pytest.raises(ConfigError, match="has no chat template"):
         get_training_chat_template(make_tokenizer("no_template"))
     with pytest.raises(TypeError, match="give one of them"):
@@ -196,19 +149,12 @@ def test_templates_that_cannot_be_derived(make_tokenizer):
         assert get_training_chat_template(tokenizer=make_tokenizer()) is None
 
 
-def test_rows_that_a_derived_template_renders_otherwise(make_tokenizer):
-    """A template that shouts only some words passes every trial; the row that has them is refused by number."""
-    tokenizer = make_tokenizer()
-    loud = "(m['content'] | upper if 'LOUD' in m['content'] else m['content'])"
-    tokenizer.chat_template = FAMILIES["one_expression"].replace("m['content']", loud)
-    derived = get_training_chat_template(tokenizer)
-    how = {"assistant_only_loss": True, "chat_template": derived, "max_length": None}
-    rows = [{"messages": [ask("q"), say("a")]}, {"messages": [ask("q"), say("LOUD words")]}]
-    with pytest.raises(DataFormatError, match="row 1: the training template that was derived"):
-        prepare_sft(Dataset.from_list(rows), tokenizer, **how)
-    rows = [{"messages": [ask("q"), ask("r"), say("a")]}]
-    with pytest.raises(DataFormatError, match="row 0: the chat template refuses .* in turn only"):
-        prepare_sft(Dataset.from_list(rows), tokenizer, **how)
+def test_show_mask(tokenizer):
+    shown = show_mask(tokenizer, [ask("q"), say("a"), ask("r"), say("b")])
+    assert shown == f"{TURN}{HEAD}[[a<|im_end|>]]\n" + TURN.replace("q", "r") + f"{HEAD}[[b<|im_end|>]]\n"
+    assert (
+        show_mask(tokenizer, [ask("q")], enable_thinking=True, add_generation_prompt=True) == TURN + HEAD + "<think>\n"
+    )
 
 
 def test_clone_chat_template(make_tokenizer, tiny_model, tmp_path):

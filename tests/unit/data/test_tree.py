@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preftune.data.tree import build_tree, select_prompts, split_by_tokens
+from preftune.data.tree import build_tree, select_branch, select_prompts, split_by_tokens
 
 ids = st.lists(st.integers(0, 99), max_size=4)
 branches = st.lists(st.tuples(ids.filter(len), st.integers(0, 15)), min_size=1, max_size=3)
@@ -73,6 +73,19 @@ def test_selections_are_trees_of_the_selected(forest, data):
     selected = select_prompts(build_tree(prompts, completions, masks), chosen)
     wanted = build_tree(*([part[p] for p in chosen] for part in (prompts, completions, masks)))
     assert same(selected, wanted)
+
+
+@given(
+    st.lists(
+        st.tuples(ids, st.lists(st.tuples(ids.filter(len), st.integers(0, 15)), min_size=2, max_size=2)), min_size=1
+    )
+)
+def test_one_branch_of_each_prompt(forest):
+    prompts, completions, masks = parts(forest)
+    tree = build_tree(prompts, completions, masks)
+    for number in range(2):
+        wanted = build_tree(prompts, [[b[number]] for b in completions], [[m[number]] for m in masks])
+        assert same(select_branch(tree, number), wanted)
 
 
 @given(forests, st.integers(1, 20))
