@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from preftune.errors import ReferenceError
 from preftune.models.distributed import full_tensor, unwrap
 
+_OURS = "is_preftune_reference"
 # A fresh adapter with one of these leaves the base as it is and adds nothing to it; others put the policy elsewhere.
 _NEUTRAL_LORA_INIT = (True, "gaussian", "eva", "orthogonal")
 
@@ -81,20 +82,18 @@ def routed(model: PeftModel, adapter: str | None) -> Iterator[None]:
     Raises:
         ReferenceError: an adapter is merged into the base weights.
     """
-    if is_prompt_learning(model):
-        with _routed_prompt(model, adapter):
-            yield
-        return
     layers = _adapter_layers(model)
     if any(layer.merged_adapters for layer in layers):
         raise ReferenceError("an adapter is merged into the base weights, so there is no base left. Unmerge it first.")
     before = [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
+    virtual_tokens = _routed_prompt(model, adapter) if is_prompt_learning(model) else nullcontext()
     try:
         for layer in layers:
             layer._disable_adapters = adapter is None
             if adapter is not None:
                 layer._active_adapter = [adapter]
-        yield
+        with virtual_tokens:
+            yield
     finally:
         for layer, active, disabled in before:
             layer._active_adapter, layer._disable_adapters = active, disabled
@@ -102,16 +101,19 @@ def routed(model: PeftModel, adapter: str | None) -> Iterator[None]:
 
 @contextmanager
 def _routed_prompt(model: PeftModel, adapter: str | None) -> Iterator[None]:
-    if adapter is None:
-        with model.disable_adapter():
-            yield
-        return
-    before = model.active_adapter
+    before, forward = model.active_adapter, vars(model).get("forward")
     try:
-        model.active_adapter = adapter
+        if adapter is None:
+            model.forward = model.base_model.forward
+        else:
+            model.active_adapter = adapter
         yield
     finally:
         model.active_adapter = before
+        if forward is not None:
+            model.forward = forward
+        elif adapter is None:
+            del model.forward
 
 
 def adapter_parameters(model: PeftModel, adapter: str) -> dict[str, nn.Parameter]:
@@ -152,33 +154,73 @@ def require_only_adapter_trains(model: PeftModel, adapter: str) -> None:
 
 
 def add_copy(model: PeftModel, source: str, name: str) -> None:
-    """Adds a frozen adapter `name` with the config and weights of `source`.
-
-    The policy is left as it was: active adapter, `requires_grad`, base weights and the global random state.
+    """Adds a frozen adapter `name` with the config and weights of `source`; the policy is left as it was.
 
     Raises:
         ReferenceError: PEFT cannot add it, or would change the base weights for it.
     """
     config = _frozen_config(model.peft_config[source])
-    layers = [] if is_prompt_learning(model) else _adapter_layers(model)
-    routes = [(layer, layer._active_adapter, layer._disable_adapters) for layer in layers]
-    flags = [(p, p.requires_grad) for p in model.parameters()]
-    marks = [(name_, p, p.data_ptr(), p._version) for name_, p in model.named_parameters()]
-    with torch.random.fork_rng(devices=sorted({p.device.index for p, _ in flags if p.device.type == "cuda"})):
+    with _policy_untouched(model):
         model.add_adapter(name, config)
+    for ours, theirs in paired_parameters(model, source, name).values():
+        theirs.data = full_tensor(ours).clone()
+        theirs.requires_grad_(False)
+
+
+def add_saved(model: PeftModel, folder: str, name: str) -> None:
+    """Adds the adapter saved under `folder` as the frozen adapter `name`; the policy is left as it was.
+
+    Raises:
+        ReferenceError: it is of another kind than the policy's adapter, or of another base model.
+    """
+    config = PeftConfig.from_pretrained(folder)
+    if config.peft_type != model.peft_type:
+        raise ReferenceError(
+            f"ref_model={folder!r} is a {config.peft_type} adapter and the policy has a {model.peft_type} adapter; one "
+            "model cannot hold both. Merge the reference's adapter into its base (merge_and_unload), save that model "
+            "and pass its folder as ref_model."
+        )
+    try:
+        with _policy_untouched(model):
+            loaded = model.load_adapter(folder, name, is_trainable=False)
+    except (RuntimeError, ValueError) as error:
+        raise ReferenceError(f"the adapter of ref_model={folder!r} does not fit the policy: {error}") from error
+    lost = [*loaded.unexpected_keys, *(key for key in loaded.missing_keys if f".{name}" in key)]
+    if lost:
+        raise ReferenceError(
+            f"the adapter of ref_model={folder!r} does not fit the policy's base model: {len(lost)} weights have no "
+            f"counterpart, such as {lost[0]!r}. Use an adapter of the same base model."
+        )
+    vars(model.peft_config[name])[_OURS] = True
+    for parameter in adapter_parameters(model, name).values():
+        parameter.requires_grad_(False)
+
+
+@contextmanager
+def _policy_untouched(model: PeftModel) -> Iterator[None]:
+    """An adapter may be added inside: modes, routes, `requires_grad` and the global random state are put back.
+
+    Raises:
+        ReferenceError: a weight that was there before has changed.
+    """
+    routes = [(layer, layer._active_adapter, layer._disable_adapters) for layer in _tuner_modules(model)]
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    modes = [(module, module.training) for module in model.modules()]
+    marks = [(name, p, p.data_ptr(), p._version) for name, p in model.named_parameters()]
+    with torch.random.fork_rng(devices=sorted({p.device.index for p, _ in flags if p.device.type == "cuda"})):
+        yield
     for layer, active, disabled in routes:
         layer._active_adapter, layer._disable_adapters = active, disabled
     for p, flag in flags:
         p.requires_grad_(flag)
-    changed = [name_ for name_, p, pointer, version in marks if (p.data_ptr(), p._version) != (pointer, version)]
+    for module, mode in modes:
+        module.training = mode
+    changed = [name for name, p, pointer, version in marks if (p.data_ptr(), p._version) != (pointer, version)]
     if changed:
         raise ReferenceError(
-            f"adding a second {config.peft_type} adapter changed {len(changed)} weights of the policy, such as "
+            f"adding a second {model.peft_type} adapter changed {len(changed)} weights of the policy, such as "
             f"{changed[0]!r}. Reload the policy and pass ref_model=."
         )
-    for ours, theirs in paired_parameters(model, source, name).values():
-        theirs.data = full_tensor(ours).clone()
-        theirs.requires_grad_(False)
 
 
 def _frozen_config(config: PeftConfig) -> PeftConfig:
@@ -190,22 +232,41 @@ def _frozen_config(config: PeftConfig) -> PeftConfig:
             "allows one adapter a model, so the reference cannot be a second one. Install peft>=0.20, or pass "
             "ref_model=."
         )
-    config.inference_mode = True
     made: Any = config
+    # in inference mode virtual tokens have no encoder, and other parameters than the policy's
+    made.inference_mode = not made.is_prompt_learning
     if "init_lora_weights" in options:
         made.init_lora_weights = True  # the weights are copied; PiSSA and its kin would take from the base once more
-    vars(config)["is_preftune_reference"] = True
+    if "prompt_tuning_init" in options:
+        made.prompt_tuning_init = "RANDOM"  # a text would be tokenized again, by a tokenizer loaded for it
+    vars(config)[_OURS] = True
     return config
 
 
 def is_our_reference(model: PeftModel, name: str) -> bool:
-    """Whether adapter `name` was added by `add_copy`, say for an earlier trainer."""
-    return "is_preftune_reference" in vars(model.peft_config[name])
+    """Whether adapter `name` was added by `add_copy` or `add_saved`, say for an earlier trainer."""
+    return _OURS in vars(model.peft_config[name])
+
+
+def adapter_modules(model: nn.Module) -> set[nn.Module]:
+    """Modules that belong to adapters: LoRA matrices and dropouts, prompt encoders; not what they were put on."""
+    found: set[nn.Module] = set()
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer):
+            parts = [part for name, part in module.named_children() if name != "base_layer"]
+            found.update([module], *(part.modules() for part in parts))
+        elif isinstance(module, PeftModel) and is_prompt_learning(module):
+            found.update(module.prompt_encoder.modules())
+    return found
+
+
+def _tuner_modules(model: PeftModel) -> list[Any]:
+    return [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
 
 
 def _adapter_layers(model: PeftModel) -> list[Any]:
-    layers = [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-    if not layers:
+    layers = _tuner_modules(model)
+    if not layers and not is_prompt_learning(model):
         raise ReferenceError(
             f"{model.peft_type} adapters cannot be switched by layer. Use LoRA or another layer adapter, or pass "
             "ref_model=."

@@ -82,11 +82,13 @@ class HeadOptions:
         outputs: Which of `OUTPUTS` to compute beside log-probabilities, in the order of the packed columns.
         transform: What happens to the logits before softmax.
         sizes: None takes the constants of the device.
+        entropy_has_grad: Whether the entropy carries a gradient too; any head but not the linear one does that.
     """
 
     outputs: tuple[str, ...] = ()
     transform: LogitTransform = LogitTransform()
     sizes: HeadSizes | None = None
+    entropy_has_grad: bool = False
 
     def sizes_on(self, device: torch.device) -> HeadSizes:
         return self.sizes or sizes_for(device.type)
@@ -98,7 +100,7 @@ class HeadOptions:
 def scores_from_logits(
     logits_TV: Float[Tensor, "T V"], targets_T: Int[Tensor, " T"], options: HeadOptions
 ) -> Float[Tensor, "T k"]:
-    """Packed float32 columns: log-probability (with gradient), then `options.outputs` (without)."""
+    """Packed float32 columns: log-probability (with gradient), then `options.outputs` (without, as `options` say)."""
     z = options.transform(logits_TV.float())
     logps_TV = torch.log_softmax(z, dim=-1)
     columns = [logps_TV.gather(1, targets_T[:, None]).squeeze(1)]
@@ -106,6 +108,8 @@ def scores_from_logits(
         probs_TV = logps_TV.exp() if _NEED_PROBS & set(options.outputs) else None
         for name in options.outputs:
             columns.append(_output(name, z.detach(), logps_TV.detach(), probs_TV, targets_T))
+    if options.entropy_has_grad and "entropy" in options.outputs:
+        columns[1 + options.outputs.index("entropy")] = -(logps_TV.exp() * logps_TV).sum(-1)
     return torch.stack(columns, dim=1)
 
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.utils import is_peft_available
+from transformers.utils import is_bitsandbytes_available, is_peft_available
 
 from preftune.errors import ConfigError
-from preftune.models.structure import router_coefficient, text_config
+from preftune.models.saved_adapters import base_model_name, is_saved_adapter, load_with_adapter
+from preftune.models.structure import generation_config, router_coefficient, text_config
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -38,7 +39,7 @@ def load_model(
     trust_remote_code: bool = False,
     quantization_config: Any = None,
 ) -> nn.Module:
-    """Loads a model by name, or returns the object that was given.
+    """Loads a model by name, or returns the object that was given; a saved adapter comes on its base model.
 
     By name the weights come in float32 unless `init_kwargs` names another `dtype`, and on the CPU: the trainer moves
     them. `init_kwargs` for an object, or a quantisation given twice, is a ConfigError.
@@ -66,12 +67,34 @@ def load_model(
     init_kwargs["dtype"] = dtype
     init_kwargs.setdefault("trust_remote_code", trust_remote_code)
     try:
+        if is_saved_adapter(model):
+            return load_with_adapter(model, auto_class, init_kwargs)
         return auto_class.from_pretrained(model, **init_kwargs)
     except OSError as error:
         raise ConfigError(
             f"model {model!r} could not be loaded: {error}. Give a folder saved with save_pretrained or the name of a "
             "model that is on this machine or on the hub."
         ) from error
+
+
+def check_quantization(quantization_config: Any, init_kwargs: dict[str, Any] | None) -> None:
+    """Refuses, before anything is loaded, a quantisation whose package is not installed.
+
+    Raises:
+        ConfigError: bitsandbytes is asked for and missing.
+    """
+    config = quantization_config or (init_kwargs or {}).get("quantization_config")
+    if config is None or is_bitsandbytes_available():
+        return
+    options = config if isinstance(config, dict) else config.to_dict()
+    if str(options.get("quant_method", "")).endswith("bitsandbytes") or {"load_in_4bit", "load_in_8bit"} & {
+        name for name, value in options.items() if value is True
+    }:
+        raise ConfigError(
+            "the model is to be loaded in 4 or 8 bits, which needs the package bitsandbytes: pip install bitsandbytes. "
+            "Or leave the quantisation out: LoRA on unquantised weights in bfloat16 needs four times the memory of 4 "
+            "bits for them (model_init_kwargs={'dtype': 'bfloat16'})."
+        )
 
 
 def load_processing_class(
@@ -86,7 +109,7 @@ def load_processing_class(
     if processing_class is None:
         load = {"trust_remote_code": trust_remote_code, "revision": (init_kwargs or {}).get("revision", "main")}
         try:
-            processing_class = AutoProcessor.from_pretrained(name, **load)
+            processing_class = _load_processor(name, load)
         except (OSError, ValueError, KeyError) as error:
             raise ConfigError(
                 f"no tokenizer could be loaded for model {name!r}: {error}. Pass processing_class=, or save the "
@@ -99,6 +122,14 @@ def load_processing_class(
     return processing_class
 
 
+def _load_processor(name: str, load: dict[str, Any]) -> Any:
+    if not is_saved_adapter(name):
+        return AutoProcessor.from_pretrained(name, **load)
+    if os.path.isfile(os.path.join(name, "tokenizer_config.json")):
+        return AutoTokenizer.from_pretrained(name, **load)
+    return AutoProcessor.from_pretrained(base_model_name(name))
+
+
 def eos_token_ids(model: str | PreTrainedModel) -> tuple[int, ...]:
     """Every id that ends a text for this model, from its generation config; () where it has none.
 
@@ -106,11 +137,11 @@ def eos_token_ids(model: str | PreTrainedModel) -> tuple[int, ...]:
     """
     if isinstance(model, str):
         try:
-            config = GenerationConfig.from_pretrained(model)
+            config = GenerationConfig.from_pretrained(base_model_name(model) if is_saved_adapter(model) else model)
         except OSError:
             return ()
     else:
-        config = model.generation_config
+        config = generation_config(model)
     ids = config.eos_token_id if config is not None else None
     if ids is None:
         return ()
@@ -140,6 +171,44 @@ def read_chat_template(path: str | None) -> str | None:
     return template
 
 
+def with_tokens(
+    processing_class: Any,
+    *,
+    pad_token: str | None = None,
+    eos_token: str | None = None,
+    chat_template: str | None = None,
+) -> Any:
+    """The tokenizer or processor with these settings: itself where it has them, else a changed copy.
+
+    A tokenizer without a padding token pads with its EOS token.
+
+    Raises:
+        ConfigError: a token that the vocabulary does not have, or neither padding nor EOS token.
+    """
+    tokenizer = tokenizer_of(processing_class)
+    for option, token in (("pad_token", pad_token), ("eos_token", eos_token)):
+        if token is not None and token not in tokenizer.get_vocab():
+            raise ConfigError(
+                f"{option}={token!r} is not in the tokenizer's vocabulary. Name a token it has (its own is "
+                f"{getattr(tokenizer, option)!r}), or add it with tokenizer.add_tokens and resize the embeddings."
+            )
+    eos = eos_token or tokenizer.eos_token
+    pad = pad_token or tokenizer.pad_token or eos
+    if pad is None:
+        raise ConfigError(
+            f"the tokenizer ({type(tokenizer).__name__} {tokenizer.name_or_path!r}) has no padding and no EOS token. "
+            "Set tokenizer.pad_token to one of its tokens."
+        )
+    wanted = {"eos_token": eos, "pad_token": pad, "chat_template": chat_template or tokenizer.chat_template}
+    changes = {name: value for name, value in wanted.items() if getattr(tokenizer, name) != value}
+    if not changes:
+        return processing_class
+    processing_class = copy.deepcopy(processing_class)
+    for name, value in changes.items():
+        setattr(tokenizer_of(processing_class), name, value)
+    return processing_class
+
+
 def tokenizer_of(processing_class: Any) -> PreTrainedTokenizerBase:
     """The tokenizer itself, or the one inside a processor."""
     return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
@@ -157,12 +226,15 @@ def is_peft_model(model: nn.Module) -> bool:
 def wrap_peft(model: nn.Module, peft_config: Any, *, seed: int, gradient_checkpointing: bool) -> nn.Module:
     """Puts a fresh adapter on the model, initialised from `seed` without touching the global random state.
 
+    4-bit weights are kept in the form that gradients pass through.
+
     The config that was given is copied, so that it can be used again.
 
     Raises:
         TypeError: `peft_config` is no PeftConfig.
         ConfigError: the model already has an adapter.
     """
+    _keep_gradients_of_4bit(model)
     if peft_config is not None:
         from peft import PeftConfig, get_peft_model
 
@@ -179,8 +251,32 @@ def wrap_peft(model: nn.Module, peft_config: Any, *, seed: int, gradient_checkpo
             torch.manual_seed(seed)
             model = get_peft_model(model, copy.deepcopy(peft_config))
     if gradient_checkpointing and is_peft_model(model):
+        if cast("PeftModel", model).active_peft_config.peft_type in ("PREFIX_TUNING", "CARTRIDGE"):
+            raise ConfigError(
+                "prefix tuning keeps its tokens in a cache of keys and values, which gradient checkpointing drops: the "
+                "prefix would have no effect. Set gradient_checkpointing=False, or use prompt tuning."
+            )
         cast("PeftModel", model).enable_input_require_grads()
     return model
+
+
+def _keep_gradients_of_4bit(model: nn.Module) -> None:
+    """Without it, on CPUs with AVX512-BF16, no gradient passes through a 4-bit layer that was once in eval mode.
+
+    bitsandbytes 0.50 packs it for inference at its first forward there, and does not say so.
+
+    Raises:
+        ConfigError: it has happened already.
+    """
+    for name, module in model.named_modules():
+        if "support_avx512bf16_for_cpu" not in vars(module):
+            continue
+        vars(module)["support_avx512bf16_for_cpu"] = False
+        if vars(vars(module.weight)["quant_state"]).get("packing_format_for_cpu"):
+            raise ConfigError(
+                f"the 4-bit weights of {name!r} are packed for inference, because the model was called in eval mode "
+                "before: bitsandbytes would train nothing. Load the model anew and give it to the trainer first."
+            )
 
 
 def enable_router_loss(model: nn.Module, coefficient: float | None) -> float:
@@ -204,18 +300,3 @@ def enable_router_loss(model: nn.Module, coefficient: float | None) -> float:
     if coefficient:
         vars(text_config(model))["output_router_logits"] = True
     return coefficient
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout of the base model to 0: modules and the functional attention dropout.
-
-    Call it before an adapter is put on: the user's own LoRA dropout stays. On a ready PeftModel the adapter's dropout
-    modules are skipped by their name.
-    """
-    for name, module in model.named_modules():
-        if "lora_dropout" in name.split("."):
-            continue
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-        elif isinstance(module.__dict__.get("attention_dropout"), float):
-            vars(module)["attention_dropout"] = 0.0

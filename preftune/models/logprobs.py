@@ -34,14 +34,17 @@ def token_scores(
     layout: Layout,
     temperature: float = 1.0,
     outputs: Collection[str] = frozenset(),
+    entropy_has_grad: bool = False,
 ) -> TokenScores:
     """Log-probability of every scored token of `tree`, and the `outputs` asked for.
 
-    Gradients flow into `logps` (and `aux_loss`) where grad mode is on; the other outputs are detached. All refer to the
-    distribution at `temperature`. With gradient checkpointing hold `scoring(model, layout)` until backward has ended.
+    Gradients flow into `logps` (and `aux_loss`) where grad mode is on; other outputs have none unless asked for. All
+    refer to the distribution at `temperature`. With gradient checkpointing hold `scoring(model, layout)` until backward
+    has ended.
 
     Args:
         outputs: Subset of {"entropy", "mean_logits", "is_top1", "log_sum_sq_probs"}.
+        entropy_has_grad: Gradients flow into the entropy too; the head is then run again in the backward.
 
     Raises:
         ConfigError: an unknown output, or a temperature that is not positive.
@@ -56,13 +59,17 @@ def token_scores(
     names = tuple(name for name in OUTPUTS if name in outputs)
     inputs = scoring_inputs(tree, layout)
     if plan.full_logits:
-        options = HeadOptions(names, LogitTransform(temperature=temperature))
+        options = HeadOptions(names, LogitTransform(temperature=temperature), entropy_has_grad=entropy_has_grad)
         packed, aux_loss = _from_logits(model, tree, inputs, layout, options)
     else:
-        options = HeadOptions(names, replace(plan.transform, temperature=temperature))
+        transform = replace(plan.transform, temperature=temperature)
+        options = HeadOptions(names, transform, entropy_has_grad=entropy_has_grad)
         packed, aux_loss = _from_head(model, tree, inputs, layout, options, plan)
     columns = packed.to(tree.input_ids.device).unbind(1)  # a model spread over devices answers on its last one
-    extra = {name: column.detach() for name, column in zip(names, columns[1:], strict=True)}
+    extra = {
+        name: column if name == "entropy" and entropy_has_grad else column.detach()
+        for name, column in zip(names, columns[1:], strict=True)
+    }
     return TokenScores(columns[0], tree.branch_index, tree.num_branches, aux_loss=aux_loss, **extra)
 
 
@@ -78,7 +85,7 @@ def _from_head(
             neutralise()
             hidden = inputs.pick(states)
             targets = tree.target_ids.to(hidden.device)
-            if redirect.is_linear:
+            if redirect.is_linear and not options.entropy_has_grad:
                 weight, bias = redirect.module.weight, redirect.module.bias
                 packed = linear_scores(hidden, weight, bias, targets, options)  # pyright: ignore
             else:

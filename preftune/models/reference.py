@@ -8,9 +8,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
 from peft import PeftModel
 from torch import nn
 
+from preftune.data.tree import build_tree
 from preftune.errors import ConfigError, ReferenceError
 from preftune.models import adapters
 from preftune.models.distributed import deep_copy, is_zero3, unwrap
@@ -23,6 +25,7 @@ from preftune.models.reference_base import (
 )
 from preftune.models.reference_forms import CurrentPolicy, DisabledAdapter, FrozenCopy, ReferenceAdapter
 from preftune.models.stored import Stored
+from preftune.models.structure import input_device, vocabulary_size
 
 
 def make_reference(
@@ -33,6 +36,7 @@ def make_reference(
     ref_adapter_name: str | None = None,
     will_move: bool = False,
     precompute: bool = False,
+    streams: bool = False,
     store_dir: str | Path | None = None,
 ) -> ReferenceModel:
     """The reference for a policy that has not been trained or prepared yet.
@@ -44,6 +48,8 @@ def make_reference(
         ref_adapter_name: An adapter that is already in the policy and is to be the reference.
         will_move: A callback is going to move it.
         precompute: Score every row once, before training, and keep numbers instead of a model.
+        streams: With `precompute`: not all rows can be read before training, so there must be a live reference as long
+            as it goes on.
         store_dir: Where those numbers are kept; None: beside the datasets cache.
 
     Raises:
@@ -55,7 +61,8 @@ def make_reference(
             "precompute_ref_log_probs=True stores fixed numbers, but sync_ref_model, bema_ref_model or a callback "
             "moves the reference. Set precompute_ref_log_probs=False, or leave the reference where it is."
         )
-    live = _live_reference(policy, ref_model, peft_is_fresh, ref_adapter_name, will_move, precompute)
+    from_policy = precompute and not streams  # it is scored before it changes, and need not be copied
+    live = _live_reference(policy, ref_model, peft_is_fresh, ref_adapter_name, will_move, from_policy)
     if will_move and not isinstance(live, MovableReference):
         raise ReferenceError(f"a reference of the form {live.form!r} cannot move.")
     if will_move and isinstance(live, MovableReference):
@@ -69,7 +76,7 @@ def _live_reference(
     peft_is_fresh: bool,
     ref_adapter_name: str | None,
     will_move: bool,
-    precompute: bool,
+    from_policy: bool,
 ) -> LiveReference:
     model = adapters.peft_model(policy)
     if ref_model is not None:
@@ -78,7 +85,7 @@ def _live_reference(
     if model is None:
         if ref_adapter_name is not None:
             raise ReferenceError(f"ref_adapter_name={ref_adapter_name!r} was given, but the policy has no adapters.")
-        return CurrentPolicy() if precompute else FrozenCopy.of(policy)
+        return CurrentPolicy() if from_policy else FrozenCopy.of(policy)
     policy_adapter = adapters.active_adapter(model)
     adapters.require_only_adapter_trains(model, policy_adapter)
     if ref_adapter_name is not None:
@@ -87,14 +94,43 @@ def _live_reference(
                 f"there is no adapter {ref_adapter_name!r}; the policy has {sorted(model.peft_config)}."
             )
         return ReferenceAdapter(policy, ref_adapter_name, existing=True)
-    if peft_is_fresh and not will_move and adapters.starts_as_base(model):
+    if peft_is_fresh and not will_move and _starts_as_base(policy, model):
         return DisabledAdapter()
-    if precompute:
+    if from_policy:
         return CurrentPolicy()
     return ReferenceAdapter(policy, _free_adapter_name(model))
 
 
-def _free_adapter_name(model: PeftModel, name: str = "ref") -> str:
+def _starts_as_base(policy: nn.Module, model: PeftModel) -> bool:
+    """Whether the base can be the reference of a fresh adapter: its config says so, and a few tokens agree.
+
+    PEFT has dozens of kinds of adapters, and not all say in one option how they start.
+    """
+    if not adapters.starts_as_base(model):
+        return False
+    if adapters.is_prompt_learning(model):
+        return True
+    ids = torch.arange(12).remainder(vocabulary_size(policy)).tolist()
+    tree = build_tree([ids[:4]], [[ids[4:8], ids[8:]]]).to(input_device(policy))
+    both = [live.branch_logps(policy, tree, layout="padded") for live in (CurrentPolicy(), DisabledAdapter())]
+    exact = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters() if p.is_floating_point())
+    return torch.allclose(*both, rtol=0, atol=1e-3 if exact else 0.5)
+
+
+def saved_adapter_reference(policy: nn.Module, folder: str) -> str:
+    """Puts a saved adapter beside the policy's, frozen, and returns its name there: a `ref_adapter_name`.
+
+    Raises:
+        ReferenceError: it does not fit the policy.
+    """
+    model = adapters.require_peft(policy)
+    name = _free_adapter_name(model)
+    adapters.add_saved(model, folder, name)
+    return name
+
+
+def _free_adapter_name(model: PeftModel) -> str:
+    name = "reference" if model.peft_type == "PREFIX_TUNING" else "ref"  # PEFT minds a name that is part of its own
     if name in model.peft_config:
         if not adapters.is_our_reference(model, name):
             raise ReferenceError(
@@ -184,4 +220,5 @@ __all__ = [
     "create_reference_model",
     "drift_norm",
     "make_reference",
+    "saved_adapter_reference",
 ]

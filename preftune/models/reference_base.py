@@ -59,7 +59,13 @@ class ReferenceModel(ABC):
 
 
 class LiveReference(ReferenceModel):
-    """A reference with a forward of its own, or one that it borrows from the policy."""
+    """A reference with a forward of its own, or one that it borrows from the policy.
+
+    Attributes:
+        is_policy: It is the policy itself, so that it is the reference no longer once training has begun.
+    """
+
+    is_policy: ClassVar[bool] = False
 
     @abstractmethod
     def as_reference(self, policy: nn.Module) -> AbstractContextManager[nn.Module]:

@@ -148,6 +148,7 @@ class CurrentPolicy(LiveReference):
     """The policy as it is now. The reference only before the first update: `Stored` is filled from it."""
 
     form = "current_policy"
+    is_policy = True
 
     @contextmanager
     def as_reference(self, policy: nn.Module) -> Iterator[nn.Module]:

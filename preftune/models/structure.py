@@ -66,6 +66,17 @@ def vocabulary_size(model: nn.Module) -> int:
     return getattr(embeddings, "num_embeddings", None) or text_config(model).vocab_size
 
 
+def learned_position_limit(model: nn.Module) -> int | None:
+    """Positions for which the model has learned a vector; None where they are computed (rotary, ALiBi)."""
+    limit = getattr(text_config(model), "max_position_embeddings", None)
+    if limit is None:
+        return None
+    token_table = unwrap(model).get_input_embeddings()  # pyright: ignore
+    tables = [m for m in unwrap(model).modules() if isinstance(m, nn.Embedding) and m is not token_table]
+    # some tables begin with a few rows that stand for no position
+    return limit if any(limit <= table.num_embeddings <= limit + 8 for table in tables) else None
+
+
 def input_device(model: nn.Module) -> torch.device:
     """Where token ids must be."""
     return next(unwrap(model).get_input_embeddings().parameters()).device  # pyright: ignore
@@ -114,6 +125,16 @@ def takes_extra_keywords(model: nn.Module) -> bool:
     forward: Callable = inspect.unwrap(type(inner).forward)
     parameters = inspect.signature(forward).parameters
     return "position_ids" in parameters and any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def position_limit(model: nn.Module) -> int | None:
+    """Tokens that the model has positions for; None where its config names no limit."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def generation_config(model: nn.Module) -> Any:
+    """How the model generates; None for one that does not (a classifier)."""
+    return getattr(unwrap(model), "generation_config", None)
 
 
 def pad_token_id(model: nn.Module) -> int | None:
@@ -182,8 +203,8 @@ def post_head_fields(model: nn.Module) -> list[PostHeadField]:
 
 
 def router_coefficient(model: nn.Module) -> float | None:
-    """The model's own weight of its load-balancing loss; None where it has no experts to balance."""
+    """The model's own weight of its load-balancing loss; None where it has none (no experts, or a classifier)."""
     config = text_config(model)
-    if not hasattr(config, "output_router_logits"):
+    if not hasattr(config, "output_router_logits") or output_head(model) is None:
         return None
     return float(getattr(config, "router_aux_loss_coef", None) or 0.0)
