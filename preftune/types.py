@@ -6,9 +6,9 @@ T scored tokens, V vocabulary. Log-probabilities are natural logarithms in float
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -141,3 +141,89 @@ class LossOutput:
 
     loss: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How completions are drawn; one object for every rollout backend.
+
+    Attributes:
+        max_new_tokens: Budget of each completion, at least 1.
+        temperature: Above 0; logits are divided by it. 0 is greedy.
+        top_p, top_k, min_p, repetition_penalty: As in transformers' `GenerationConfig`; the defaults change nothing.
+        eos_token_ids: Every id that ends a completion. The id drawn is kept as its last token.
+        seed: With the round and the sample's place in it, the key of the sample's own random stream.
+        extra: Other options of the backend (`generation_kwargs`), applied last.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    eos_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether tokens are drawn from softmax(logits / temperature) itself, so that its log-probs can be used."""
+        plain = (self.top_p, self.top_k, self.min_p, self.repetition_penalty) == (1.0, 0, None, 1.0)
+        return plain and not self.extra and self.temperature > 0
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """G completions of each of P prompts: sample g of prompt p stands at index p * G + g of every list.
+
+    Attributes:
+        prompt_ids: P lists of token ids, each prompt once.
+        completion_ids: P * G lists of token ids, cut after the first end-of-sequence token, which is kept.
+        finish_reasons: P * G; "stop" where a completion ended by itself, "length" where its budget was spent.
+        logps: P * G lists, the sampler's log-probability of each completion token under softmax(logits / temperature),
+            or None where the backend gives none. NaN at tokens that no sampler drew (tool results).
+        masks: P * G lists of 0 and 1: 1 at tokens that the policy drew; None where that is all of them.
+        columns: Values per completion to pass on to reward functions, by name.
+        metrics: Values to log of this round.
+    """
+
+    prompt_ids: Sequence[Sequence[int]]
+    completion_ids: Sequence[Sequence[int]]
+    finish_reasons: Sequence[FinishReason]
+    logps: Sequence[Sequence[float]] | None = None
+    masks: Sequence[Sequence[int]] | None = None
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def num_generations(self) -> int:
+        """G."""
+        return len(self.completion_ids) // len(self.prompt_ids)
+
+
+@dataclass(frozen=True)
+class PolicyTokens:
+    """What an online loss sees: completions as rows `[B, T]`, scored tokens only, padded at the end.
+
+    Attributes:
+        logps: Log-probabilities under the policy at the sampling temperature, with gradient.
+        old_logps: The same under the policy that drew the tokens, no gradient; None where no update lies between, so
+            that the ratio of the two is exactly 1.
+        advantages: `[B]` advantage of each completion, no gradient.
+        mask: 1 where there is a token, else 0; every other field is 0 there.
+        ref_logps: Under the reference, or None without one.
+        sampler_logps: As the sampler itself gave them, or None; they differ from `old_logps` in precision alone.
+        entropy: Entropy in nats of the distribution each token was drawn from, no gradient.
+    """
+
+    logps: Tensor
+    old_logps: Tensor | None
+    advantages: Tensor
+    mask: Tensor
+    ref_logps: Tensor | None = None
+    sampler_logps: Tensor | None = None
+    entropy: Tensor | None = None

@@ -9,9 +9,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from preftune.configs.base import BaseConfig
     from preftune.configs.dpo import DPOConfig
+    from preftune.configs.grpo import GRPOConfig
+    from preftune.configs.kto import KTOConfig
     from preftune.configs.model import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
     from preftune.configs.offline import OfflineConfig
-    from preftune.configs.reference import ReferenceConfig
+    from preftune.configs.online import OnlineConfig
+    from preftune.configs.reference import ReferenceConfig, StorableReferenceConfig
+    from preftune.configs.reward import RewardConfig
+    from preftune.configs.rloo import RLOOConfig
+    from preftune.configs.rollout import RolloutConfig
     from preftune.configs.script import DatasetConfig, DatasetMixtureConfig, ScriptArguments
     from preftune.configs.sft import SFTConfig
 
@@ -20,11 +26,18 @@ __all__ = [
     "DPOConfig",
     "DatasetConfig",
     "DatasetMixtureConfig",
+    "GRPOConfig",
+    "KTOConfig",
     "ModelConfig",
     "OfflineConfig",
+    "OnlineConfig",
+    "RLOOConfig",
     "ReferenceConfig",
+    "RewardConfig",
+    "RolloutConfig",
     "SFTConfig",
     "ScriptArguments",
+    "StorableReferenceConfig",
     "get_kbit_device_map",
     "get_peft_config",
     "get_quantization_config",
@@ -33,9 +46,15 @@ __all__ = [
 _MODULES = {
     "base": ["BaseConfig"],
     "dpo": ["DPOConfig"],
+    "grpo": ["GRPOConfig"],
+    "kto": ["KTOConfig"],
     "model": ["ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"],
     "offline": ["OfflineConfig"],
-    "reference": ["ReferenceConfig"],
+    "online": ["OnlineConfig"],
+    "reference": ["ReferenceConfig", "StorableReferenceConfig"],
+    "reward": ["RewardConfig"],
+    "rloo": ["RLOOConfig"],
+    "rollout": ["RolloutConfig"],
     "script": ["DatasetConfig", "DatasetMixtureConfig", "ScriptArguments"],
     "sft": ["SFTConfig"],
 }

@@ -11,13 +11,12 @@ from typing import Any, cast
 from preftune.configs.fields import option
 from preftune.configs.offline import OfflineConfig
 from preftune.configs.plain import function_path
-from preftune.configs.reference import ReferenceConfig
-from preftune.errors import ConfigError
+from preftune.configs.reference import StorableReferenceConfig
 from preftune.losses.names import DIVERGENCES, PAIR_LOSS_NAMES, validate_pair_losses
 
 
 @dataclass(repr=False)
-class DPOConfig(ReferenceConfig, OfflineConfig):
+class DPOConfig(StorableReferenceConfig, OfflineConfig):
     """Direct preference optimisation: losses on pairs of completions, relative to a reference model."""
 
     learning_rate: float = option(1e-6, "Peak learning rate of the optimizer.", low=0)
@@ -51,12 +50,6 @@ class DPOConfig(ReferenceConfig, OfflineConfig):
         False, "Weight each pair by how likely it is under the policy (WPO, arXiv:2406.11827)."
     )
     discopop_tau: float = option(0.05, "Temperature of the discopop loss.", above=0)
-    precompute_ref_log_probs: bool = option(
-        False, "Compute the reference's log-probabilities once, before training, and keep no reference model."
-    )
-    precompute_ref_batch_size: int | None = option(
-        None, "Batch size of that computation. Unset: the training and evaluation batch sizes.", low=1
-    )
 
     def _normalise(self) -> None:
         super()._normalise()
@@ -80,11 +73,3 @@ class DPOConfig(ReferenceConfig, OfflineConfig):
             ld_alpha=self.ld_alpha,
             use_weighting=self.use_weighting,
         )
-        self._check_stored_reference()
-
-    def _check_stored_reference(self) -> None:
-        if self.precompute_ref_log_probs and self.moving_reference is not None:
-            raise ConfigError(
-                f"{self.moving_reference}=True moves the reference model, but precompute_ref_log_probs=True keeps only "
-                "its log-probabilities from before training. Set one of them to False."
-            )

@@ -43,7 +43,7 @@ class OfflineConfig(BaseConfig):
     def _normalise(self) -> None:
         super()._normalise()
         if isinstance(self.pad_to_multiple_of, str):
-            self.pad_to_multiple_of = _multiple(self.pad_to_multiple_of)
+            self.pad_to_multiple_of = padding_multiple(self.pad_to_multiple_of)
 
     def _check(self) -> None:
         super()._check()
@@ -60,8 +60,8 @@ class OfflineConfig(BaseConfig):
             )
 
 
-def _multiple(text: str) -> int | None:
-    """The number in words: "auto", "none" or digits."""
+def padding_multiple(text: str) -> int | None:
+    """The number that `pad_to_multiple_of` gives in words: "auto", "none" or digits."""
     if text == "auto":
         accelerator = torch.accelerator.current_accelerator()
         return 128 if accelerator is not None and accelerator.type == "neuron" else None

@@ -16,6 +16,10 @@ from preftune.errors import ConfigError
 class ReferenceConfig(BaseConfig):
     """Whether, how and how often the reference model is moved towards the policy."""
 
+    ref_adapter_name: str | None = option(
+        None,
+        "The adapter of the PeftModel you pass that is the reference. Unset: a frozen copy of its active adapter.",
+    )
     sync_ref_model: bool = option(
         False,
         "Move the reference towards the policy every ref_model_sync_steps optimizer steps (TR-DPO, arXiv:2404.09656).",
@@ -62,3 +66,23 @@ class ReferenceConfig(BaseConfig):
     def moving_reference(self) -> str | None:
         """The option that moves the reference, or None where it stays."""
         return "sync_ref_model" if self.sync_ref_model else "bema_ref_model" if self.bema_ref_model else None
+
+
+@dataclass(repr=False)
+class StorableReferenceConfig(ReferenceConfig):
+    """A reference of which a number for each row is enough, so that it can be scored once, before training."""
+
+    precompute_ref_log_probs: bool = option(
+        False, "Compute the reference's log-probabilities once, before training, and keep no reference model."
+    )
+    precompute_ref_batch_size: int | None = option(
+        None, "Batch size of that computation. Unset: the training and evaluation batch sizes.", low=1
+    )
+
+    def _check(self) -> None:
+        super()._check()
+        if self.precompute_ref_log_probs and self.moving_reference is not None:
+            raise ConfigError(
+                f"{self.moving_reference}=True moves the reference model, but precompute_ref_log_probs=True keeps only "
+                "its log-probabilities from before training. Set one of them to False."
+            )

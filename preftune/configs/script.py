@@ -79,6 +79,34 @@ class DatasetMixtureConfig:
             raise ConfigError(f"test_split_size={size}: give a whole number of rows, or a share below 1.")
 
 
+@dataclass
+class RewardArguments:
+    """What completions are rewarded for."""
+
+    reward_funcs: list[str] | None = option(
+        None,
+        "Rewards, one or several: built-in ones (numeric_match_reward, exact_match_reward, accuracy_reward, ...), your "
+        "own as package.module:function, or reward models by folder or name.",
+    )
+    reward_model_name_or_path: str | None = option(None, "A reward model, beside reward_funcs.")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if isinstance(self.reward_funcs, str):
+            self.reward_funcs = [self.reward_funcs]
+        if not self.names:
+            raise ConfigError(
+                "No reward is given. Name at least one: --reward_funcs numeric_match_reward (or exact_match_reward, "
+                "package.module:function, ...), or --reward_model_name_or_path FOLDER."
+            )
+
+    @property
+    def names(self) -> list[str]:
+        """All rewards, in the order of `reward_weights`."""
+        own = [self.reward_model_name_or_path] if self.reward_model_name_or_path is not None else []
+        return [*(self.reward_funcs or []), *own]
+
+
 def _dataset(values: DatasetConfig | dict[str, Any]) -> DatasetConfig:
     if isinstance(values, DatasetConfig):
         return values

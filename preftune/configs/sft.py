@@ -46,9 +46,7 @@ class SFTConfig(OfflineConfig):
     completion_only_loss: bool | None = option(
         None, "Score only completion tokens. Unset: where the rows have a prompt and a completion."
     )
-    assistant_only_loss: bool = option(
-        False, "Score only what the assistant says (rows of messages; the chat template must mark it)."
-    )
+    assistant_only_loss: bool = option(False, "Score only what the assistant says (rows of messages).")
     loss_type: str = option(
         "nll",
         "The loss of a token: nll (cross-entropy) or dft (weighted by its own probability, arXiv:2508.05629).",

@@ -31,6 +31,12 @@ PAIR_LOSS_NAMES: tuple[str, ...] = (
     "sft",
 )
 TOKEN_LOSS_NAMES: tuple[str, ...] = ("nll", "dft")
+UNPAIRED_LOSS_NAMES: tuple[str, ...] = ("kto", "apo_zero_unpaired")
+POLICY_LOSS_NAMES: tuple[str, ...] = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+IMPORTANCE_LEVELS: tuple[str, ...] = ("token", "sequence")
+REWARD_SCALES: tuple[str, ...] = ("group", "batch", "none")
+REWARD_AGGREGATIONS: tuple[str, ...] = ("sum_then_normalize", "normalize_then_sum")
+SAMPLER_CORRECTIONS: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 DIVERGENCES: tuple[str, ...] = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 # What every pair loss is offered by keyword.
@@ -47,6 +53,8 @@ BATCH_COUPLED: frozenset[str] = frozenset({"aot", "aot_unpaired"})
 # Defined on plain log-ratios: these refuse a divergence other than reverse KL.
 IGNORES_F_DIVERGENCE: frozenset[str] = BATCH_COUPLED | {"nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down"}
 USES_LABEL_SMOOTHING: frozenset[str] = BATCH_COUPLED | {"sigmoid", "exo_pair", "robust"}
+# Rewards are measured from a baseline, the KL estimate of mismatched completions.
+NEEDS_BASELINE: frozenset[str] = frozenset({"kto"})
 # `sft` looks at the chosen completion under the policy alone.
 REFERENCE_FREE: frozenset[str] = frozenset({"sft"})
 
