@@ -1,0 +1,198 @@
+"""LocalBackend: rollouts by the policy itself, in this process; each prompt is computed once for all its samples.
+
+The policy is left as found: modes, generation config, attention function, random state and weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from preftune.errors import ConfigError
+from preftune.models import structure
+from preftune.models.adapters import is_prompt_learning, peft_model
+from preftune.rollouts.base import RolloutBackend, Stream, check_request
+from preftune.rollouts.decode import Decoded, Sample, decode, loop_obstacle
+from preftune.rollouts.policy import budget_of, check_ids, generating
+from preftune.rollouts.sampling import TokenSampler, generation_config
+from preftune.rollouts.snapshot import DTYPE, Snapshot
+from preftune.rollouts.through_generate import generate_samples
+from preftune.types import FinishReason, Rollouts, Sampling
+
+logger = logging.getLogger(__name__)
+
+Precision = Literal["model", "bfloat16"]
+DEFAULT_MAX_BATCH_TOKENS = 65536
+# Logits of one step: rows times vocabulary.
+_MAX_LOGITS = 2**26
+
+
+class LocalBackend(RolloutBackend):
+    """Generates with the policy's own modules; the sampler's log-probs are those of the trainer's scores.
+
+    Prompts of a batch are computed once, their keys and values handed to all samples, and all samples stepped together.
+    A model whose cache cannot be shared (recurrent or hybrid layers, inputs prepared in its own way) is run through its
+    `generate` instead, and prompt learning without a cache, said once; samples and log-probs mean the same.
+
+    Args:
+        model: The policy; may be wrapped by DDP, PEFT or `torch.compile`.
+        pad_token_id: Fills short prompts on the left, masked; None takes the model's, or an end token.
+        precision: "model" decodes in the dtype of the weights, also where training is under autocast. "bfloat16"
+            decodes with a copy of the weights (adapters merged), taken anew at each call: about twice as fast where
+            memory bandwidth is the limit, for two bytes per parameter; log-probs then differ from the trainer's by
+            some 0.03.
+        max_batch_tokens: Tokens, prompt and budget, of the rows that are decoded together: the size of the cache.
+
+    Raises:
+        ConfigError: an unknown precision, or a batch of no tokens.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        pad_token_id: int | None = None,
+        precision: Precision = "model",
+        max_batch_tokens: int = DEFAULT_MAX_BATCH_TOKENS,
+    ) -> None:
+        if precision not in ("model", "bfloat16") or max_batch_tokens < 1:
+            raise ConfigError(
+                f"rollout precision is {precision!r} and max_batch_tokens {max_batch_tokens}; wanted 'model' or "
+                "'bfloat16', and at least 1"
+            )
+        self.model = model
+        self._pad_token_id = pad_token_id
+        self._precision = precision
+        self._max_batch_tokens = max_batch_tokens
+        self._snapshot: Snapshot | None = None
+        self._told: set[str] = set()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        num_generations: int,
+        sampling: Sampling,
+        *,
+        stream: Sequence[Stream],
+    ) -> Rollouts:
+        check_request(prompts, num_generations, sampling, stream)
+        generation_config(sampling)  # names a wrong option before the model works
+        if not prompts:
+            return Rollouts([], [], [], logps=[])
+        policy = structure.unwrap(self.model)
+        check_ids(policy, prompts)
+        limit = structure.learned_position_limit(policy)
+        budgets = [budget_of(len(prompt), sampling.max_new_tokens, limit) for prompt in prompts]
+        if min(budgets) < sampling.max_new_tokens:
+            self._tell(
+                f"the model has {limit} positions: some completions get less than {sampling.max_new_tokens} tokens"
+            )
+        samples = [
+            Sample(
+                prompt=prompt,
+                budget=budgets[p],
+                keys=[(sampling.seed, *stream[p], g) for g in range(num_generations)],
+                places=range(p * num_generations, (p + 1) * num_generations),
+            )
+            for p, prompt in enumerate(prompts)
+        ]
+        completions: dict[int, tuple[list[int], list[float]]] = {}
+        with generating(policy):
+            for batch, decoded in self._decoded(self._decoder(policy), samples, sampling, limit):
+                completions |= _completions(batch, decoded, sampling.eos_token_ids)
+        ordered = [completions[place] for place in range(len(prompts) * num_generations)]
+        ends = set(sampling.eos_token_ids)
+        reasons: list[FinishReason] = ["stop" if ids[-1] in ends else "length" for ids, _ in ordered]
+        return Rollouts(prompts, [ids for ids, _ in ordered], reasons, logps=[logps for _, logps in ordered])
+
+    def close(self) -> None:
+        """Frees the bfloat16 copy; the next `generate` makes a new one."""
+        self._snapshot = None
+
+    def _decoded(
+        self, model: Any, samples: Sequence[Sample], sampling: Sampling, limit: int | None
+    ) -> Iterator[tuple[list[Sample], Decoded]]:
+        obstacle = loop_obstacle(model)
+        if obstacle is not None:
+            self._tell(
+                f"rollouts of {type(model).__name__} cannot share prompts between samples and are slower: {obstacle}"
+            )
+        device = structure.input_device(model)
+        pad = next(
+            i for i in (self._pad_token_id, structure.pad_token_id(model), *sampling.eos_token_ids, 0) if i is not None
+        )
+        sampler = TokenSampler(model, sampling, device)
+        max_rows = max(1, _MAX_LOGITS // structure.vocabulary_size(model))
+        for batch in batches(samples, self._max_batch_tokens, max_rows, one_length=obstacle is not None):
+            if obstacle is None:
+                decoded = decode(model, batch, sampler, pad_token_id=pad, device=device, position_limit=limit)
+            else:
+                decoded = generate_samples(model, batch, sampler, pad_token_id=pad, device=device)
+            yield batch, decoded
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning(text)
+
+    def _decoder(self, policy: nn.Module) -> Any:
+        peft = peft_model(policy)
+        if self._precision == "bfloat16" and (peft is not None or _has_other_dtype(policy)):
+            if self._snapshot is None:
+                self._snapshot = Snapshot(policy)
+            self._snapshot.refresh()
+            return self._snapshot.model
+        if peft is not None and not is_prompt_learning(peft):
+            return peft.get_base_model()  # its layers go through the active adapter
+        return policy
+
+
+def batches(
+    samples: Sequence[Sample], max_tokens: int, max_rows: int, *, one_length: bool = False
+) -> Iterator[list[Sample]]:
+    """Deals samples, shortest prompts first, into batches of at most `max_tokens` (padded) and `max_rows`.
+
+    A prompt whose samples do not fit is in several batches, at worst one sample at a time.
+
+    Args:
+        one_length: The prompts of a batch are equally long.
+    """
+    batch: list[Sample] = []
+    budget = max((sample.budget for sample in samples), default=0)
+    for sample in sorted(samples, key=lambda s: len(s.prompt)):
+        width, count = len(sample.prompt), len(sample.keys)
+        fits = max(1, min(max_rows, max_tokens // (width + budget)))
+        rows = sum(len(s.keys) for s in batch)
+        if batch and (rows + count > fits or (one_length and len(batch[0].prompt) != width)):
+            yield batch
+            batch = []
+        cuts = [slice(start, start + fits) for start in range(0, count, fits)]
+        parts = [replace(sample, keys=sample.keys[cut], places=sample.places[cut]) for cut in cuts]
+        yield from ([part] for part in parts[:-1])
+        batch.append(parts[-1])
+    if batch:
+        yield batch
+
+
+def _completions(
+    batch: Sequence[Sample], decoded: Decoded, eos_token_ids: Sequence[int]
+) -> dict[int, tuple[list[int], list[float]]]:
+    """Tokens and log-probs of each sample by its place, cut after the first end token or at its budget."""
+    found = {}
+    places = [(place, sample.budget) for sample in batch for place in sample.places]
+    ends = torch.isin(decoded.tokens, torch.tensor(eos_token_ids, dtype=torch.long))
+    first = torch.where(ends.any(1), ends.int().argmax(1) + 1, decoded.tokens.shape[1]).tolist()
+    rows = zip(places, first, decoded.tokens.tolist(), decoded.logps.tolist(), strict=True)
+    for (place, budget), length, tokens, logps in rows:
+        length = min(length, budget)
+        found[place] = (tokens[:length], logps[:length])
+    return found
+
+
+def _has_other_dtype(policy: nn.Module) -> bool:
+    return any(p.is_floating_point() and p.dtype != DTYPE for p in policy.parameters())
