@@ -13,17 +13,17 @@ PIP_ARGS ?=
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.preftune-ready
 PYTEST := $(BIN)/python -m pytest
-SOURCES := preftune tests examples benchmarks
+SOURCES := preftune tests examples benchmarks docs/migration
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test unit integration test-dist test-slow bench lint format types docs clean distclean
+.PHONY: help venv install demo test unit integration test-dist test-slow test-learning bench lint format types docs clean distclean
 
 # Neither the demo nor a test asks a hub for anything.
-demo test unit integration test-dist test-slow: export HF_HUB_OFFLINE = 1
+demo test unit integration test-dist test-slow test-learning: export HF_HUB_OFFLINE = 1
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
-	@echo "also: install unit integration test-dist test-slow lint format types docs bench clean distclean"
+	@echo "also: install unit integration test-dist test-slow test-learning lint format types docs bench clean distclean"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -51,7 +51,10 @@ test-dist: $(READY)
 	$(PYTEST) -m "dist and not slow" $(ARGS)
 
 test-slow: $(READY)
-	$(PYTEST) -m slow $(ARGS)
+	$(PYTEST) -m slow --ignore tests/learning $(ARGS)
+
+test-learning: $(READY)
+	$(PYTEST) tests/learning -m slow -s $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from preftune.callbacks.progress import RichProgressCallback
     from preftune.callbacks.sync_ref import SyncRefModelCallback
     from preftune.configs.dpo import DPOConfig
+    from preftune.configs.grpo import GRPOConfig
+    from preftune.configs.kto import KTOConfig
     from preftune.configs.model import ModelConfig, get_peft_config, get_quantization_config
+    from preftune.configs.reward import RewardConfig
+    from preftune.configs.rloo import RLOOConfig
     from preftune.configs.script import DatasetMixtureConfig, ScriptArguments
     from preftune.configs.sft import SFTConfig
     from preftune.data.formats import (
@@ -30,14 +34,20 @@ if TYPE_CHECKING:
         unpair_preference_dataset,
     )
     from preftune.data.packing import pack_dataset
+    from preftune.data.responses import add_response_schema
     from preftune.data.templates import (
         apply_chat_template,
         clone_chat_template,
         get_training_chat_template,
         maybe_apply_chat_template,
+        supports_tool_calling,
     )
     from preftune.models.reference import create_reference_model
     from preftune.trainers.dpo import DPOTrainer
+    from preftune.trainers.grpo import GRPOTrainer
+    from preftune.trainers.kto import KTOTrainer
+    from preftune.trainers.reward import RewardTrainer
+    from preftune.trainers.rloo import RLOOTrainer
     from preftune.trainers.sft import SFTTrainer
 
 # Where each public name is defined. Type checkers need the imports above and a literal `__all__` as well; a test proves
@@ -49,7 +59,11 @@ _NAMES_BY_MODULE = {
     "callbacks.progress": ["RichProgressCallback"],
     "callbacks.sync_ref": ["SyncRefModelCallback"],
     "configs.dpo": ["DPOConfig"],
+    "configs.grpo": ["GRPOConfig"],
+    "configs.kto": ["KTOConfig"],
     "configs.model": ["ModelConfig", "get_peft_config", "get_quantization_config"],
+    "configs.reward": ["RewardConfig"],
+    "configs.rloo": ["RLOOConfig"],
     "configs.script": ["DatasetMixtureConfig", "ScriptArguments"],
     "configs.sft": ["SFTConfig"],
     "data.formats": [
@@ -62,14 +76,20 @@ _NAMES_BY_MODULE = {
         "unpair_preference_dataset",
     ],
     "data.packing": ["pack_dataset"],
+    "data.responses": ["add_response_schema"],
     "data.templates": [
         "apply_chat_template",
         "clone_chat_template",
         "get_training_chat_template",
         "maybe_apply_chat_template",
+        "supports_tool_calling",
     ],
     "models.reference": ["create_reference_model"],
     "trainers.dpo": ["DPOTrainer"],
+    "trainers.kto": ["KTOTrainer"],
+    "trainers.reward": ["RewardTrainer"],
+    "trainers.grpo": ["GRPOTrainer"],
+    "trainers.rloo": ["RLOOTrainer"],
     "trainers.sft": ["SFTTrainer"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
@@ -80,15 +100,24 @@ __all__ = [
     "DPOConfig",
     "DPOTrainer",
     "DatasetMixtureConfig",
+    "GRPOConfig",
+    "GRPOTrainer",
+    "KTOConfig",
+    "KTOTrainer",
     "LogCompletionsCallback",
     "ModelConfig",
+    "RLOOConfig",
+    "RLOOTrainer",
     "RefModelCallbackHandler",
+    "RewardConfig",
+    "RewardTrainer",
     "RichProgressCallback",
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",
     "SyncRefModelCallback",
     "__version__",
+    "add_response_schema",
     "apply_chat_template",
     "clone_chat_template",
     "create_reference_model",
@@ -103,6 +132,7 @@ __all__ = [
     "maybe_extract_prompt",
     "maybe_unpair_preference_dataset",
     "pack_dataset",
+    "supports_tool_calling",
     "unpair_preference_dataset",
 ]
 

@@ -22,6 +22,7 @@ from preftune.models.adapters import active_adapter, peft_model
 from preftune.models.averaging import bema, bias_weight, ema, ema_weight
 from preftune.models.distributed import full_state_dict, local_shard, reshard, unwrap
 from preftune.models.reference import FrozenCopy, MovableReference
+from preftune.models.virtual_tokens import virtual_tokens_of
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +255,8 @@ class BEMACallback(ReferenceMover):
 
 def _save_adapter(model: PeftModel, folder: str, state: dict[str, Tensor]) -> None:
     name = active_adapter(model)
-    model.save_pretrained(folder, state_dict=state, selected_adapters=[name])
+    with virtual_tokens_of(model, state):
+        model.save_pretrained(folder, state_dict=state, selected_adapters=[name])
     # PEFT puts any adapter but "default" one level deeper, where from_pretrained(folder) does not look
     inner = os.path.join(folder, name)
     if name != "default":

@@ -7,14 +7,13 @@ the padding and truncation of a tokenizer. Inside, the model is in eval mode and
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-import numpy as np
-import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from preftune.models.random_state import forked_random_states
 
 
 @contextmanager
@@ -33,7 +32,7 @@ def isolated(
             state that training has, without moving it.
     """
     with ExitStack() as stack:
-        stack.enter_context(_random_states(seed))
+        stack.enter_context(forked_random_states(seed))
         if tokenizer is not None:
             stack.enter_context(_tokenizer_state(tokenizer))
         if model is not None:
@@ -41,25 +40,6 @@ def isolated(
             stack.enter_context(_checkpointing_off(model))
             stack.enter_context(_eval_mode(model))
         yield
-
-
-@contextmanager
-def _random_states(seed: int | None) -> Iterator[None]:
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    accelerators = [m for m in (torch.cuda, torch.xpu) if m.is_available() and m.is_initialized()]
-    devices = [(module, module.get_rng_state_all()) for module in accelerators]
-    try:
-        if seed is not None:
-            random.seed(seed)
-            np.random.seed(seed % 2**32)
-            torch.manual_seed(seed)
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
-        for module, states in devices:
-            module.set_rng_state_all(states)
 
 
 @contextmanager

@@ -21,7 +21,8 @@ class Command:
             `function(words) -> exit code`.
         config: For a training command, its config class.
         trainer: And its trainer class.
-        scores_pairs: Whether its trainer can score held-out pairs (`score_pairs`), which is then done before and after.
+        scores: The method of its trainer that scores held-out rows, which is then done before and after.
+        rewards: Whether it takes reward functions.
         required: Columns without which no row can be read, for a check before anything is loaded.
     """
 
@@ -30,7 +31,8 @@ class Command:
     run: str = "preftune.cli.train:run"
     config: str | None = None
     trainer: str | None = None
-    scores_pairs: bool = False
+    scores: str | None = None
+    rewards: bool = False
     required: tuple[str, ...] = ()
 
     @property
@@ -39,7 +41,8 @@ class Command:
         if self.config is None:
             return []
         shared = ["ScriptArguments", "DatasetMixtureConfig", "ModelConfig", "LaunchArguments"]
-        return [self.config.partition(":")[2], *shared]
+        rewards = ["RewardArguments"] if self.rewards else []
+        return [self.config.partition(":")[2], *rewards, *shared]
 
 
 _COMMANDS = (
@@ -54,8 +57,39 @@ _COMMANDS = (
         "Preference tuning on chosen and rejected completions, with a fixed or moving reference model.",
         config="preftune.configs.dpo:DPOConfig",
         trainer="preftune.trainers.dpo:DPOTrainer",
-        scores_pairs=True,
+        scores="score_pairs",
         required=("chosen", "rejected"),
+    ),
+    Command(
+        "reward",
+        "Reward modelling: a score for an answer, learnt from chosen and rejected ones.",
+        config="preftune.configs.reward:RewardConfig",
+        trainer="preftune.trainers.reward:RewardTrainer",
+        scores="score_pairs",
+        required=("chosen", "rejected"),
+    ),
+    Command(
+        "kto",
+        "Preference tuning on single completions that are labelled good or bad (pairs become two rows).",
+        config="preftune.configs.kto:KTOConfig",
+        trainer="preftune.trainers.kto:KTOTrainer",
+        scores="score_rows",
+    ),
+    Command(
+        "grpo",
+        "Learning from rewards of the model's own completions, compared within groups of one prompt.",
+        config="preftune.configs.grpo:GRPOConfig",
+        trainer="preftune.trainers.grpo:GRPOTrainer",
+        rewards=True,
+        required=("prompt",),
+    ),
+    Command(
+        "rloo",
+        "The same with REINFORCE and the mean of the other completions as baseline.",
+        config="preftune.configs.rloo:RLOOConfig",
+        trainer="preftune.trainers.rloo:RLOOTrainer",
+        rewards=True,
+        required=("prompt",),
     ),
     Command("env", "Show versions, hardware and threads.", run="preftune.cli.env:main"),
     Command("demo", "Build, teach and align a tiny model on this machine, in minutes.", run="preftune.cli.demo:main"),
@@ -67,6 +101,7 @@ SHARED_CLASSES = {
     "BaseConfig": "preftune.configs.base",
     "ScriptArguments": "preftune.configs.script",
     "DatasetMixtureConfig": "preftune.configs.script",
+    "RewardArguments": "preftune.configs.script",
     "ModelConfig": "preftune.configs.model",
     "LaunchArguments": "preftune.cli.launch",
 }

@@ -1,4 +1,4 @@
-"""`preftune demo`: a tiny chat model, taught a task by SFT and aligned by DPO with a moving reference, in minutes.
+"""`preftune demo`: a tiny chat model taught a task by SFT, then aligned by DPO and by GRPO, in minutes.
 
 Nothing is downloaded. Every figure printed was measured in the run; the model starts as a mixture of right and wrong
 habits (reverse the word, or copy or shuffle it) and preferences teach it which one is wanted.
@@ -7,6 +7,7 @@ habits (reverse the word, or copy or shuffle it) and preferences teach it which 
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 import time
@@ -119,32 +120,83 @@ def exact_match(model: Any, tokenizer: Any, pairs: Any) -> Any:
     return bootstrap_share([a == w for a, w in zip(answers, wanted, strict=True)])
 
 
-def run(
-    output_dir: str | Path = "demo-output", sft_steps: int = 450, dpo_steps: int = 150, seed: int = 0
-) -> dict[str, Any]:
-    """Both acts, from random weights to an aligned model; returns the figures that it prints."""
-    from preftune import DPOConfig, DPOTrainer, RichProgressCallback, SFTConfig, SFTTrainer
+def imitate(tokenizer: Any, demonstrations: Any, out: Path, steps: int = 450, seed: int = 0) -> Any:
+    """The first act: a model with the mixed habits of the demonstrations."""
+    from preftune import RichProgressCallback, SFTConfig, SFTTrainer
 
-    start, out = time.perf_counter(), Path(output_dir)
-    common: dict[str, Any] = {
-        "report_to": "none", "bf16": False, "save_strategy": "no", "seed": seed, "logging_steps": 25,
-        "per_device_train_batch_size": 64, "per_device_eval_batch_size": 64,
-        "lr_scheduler_type": "linear", "warmup_steps": 20, "max_length": 32,
-    }  # fmt: skip
-    tokenizer = build_tokenizer()
-    demonstrations, pairs, held_out = make_data(rows=6000, held_out=300, seed=seed)
-    print("Act 1: SFT on demonstrations of mixed habits (40 % reversed, 40 % copied, 20 % shuffled)", flush=True)
-    sft = SFTTrainer(
+    trainer = SFTTrainer(
         model=build_model(tokenizer, seed),
-        args=SFTConfig(str(out / "sft"), max_steps=sft_steps, learning_rate=2e-3, **common),
+        args=SFTConfig(str(out), max_steps=steps, learning_rate=2e-3, max_length=32, **_common(seed)),
         train_dataset=demonstrations,
         processing_class=tokenizer,
         callbacks=[RichProgressCallback()],
     )
-    sft.train()
+    trainer.train()
+    return trainer.model
+
+
+def reversed_word(completions: list[Any], word: list[str], **_: Any) -> list[float]:
+    """1 for the word reversed, else 0."""
+    return [float(answer[0]["content"] == given[::-1]) for answer, given in zip(completions, word, strict=True)]
+
+
+def reinforce(
+    model: Any, tokenizer: Any, words: list[str], out: Path, steps: int = 60, seed: int = 0, algorithm: str = "grpo"
+) -> Any:
+    """The third act: the model learns from the reward of its own answers, with plain settings; returns the trainer."""
+    from datasets import Dataset
+
+    from preftune import GRPOConfig, GRPOTrainer, RichProgressCallback, RLOOConfig, RLOOTrainer
+
+    config, trainer_class = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[algorithm]
+    options = _common(seed) | {"per_device_train_batch_size": 256, "warmup_steps": 5, "logging_steps": 5}
+    trainer = trainer_class(
+        model=model,
+        reward_funcs=reversed_word,
+        args=config(
+            str(out),
+            max_steps=steps,
+            learning_rate=3e-4,
+            num_generations=8,
+            max_completion_length=6,
+            beta=0.0,
+            **options,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": _chat("user", word), "word": word} for word in words]),
+        processing_class=tokenizer,
+        callbacks=[RichProgressCallback()],
+    )
+    trainer.train()
+    return trainer
+
+
+def _common(seed: int) -> dict[str, Any]:
+    return {
+        "report_to": "none", "bf16": False, "save_strategy": "no", "seed": seed, "logging_steps": 25,
+        "per_device_train_batch_size": 64, "per_device_eval_batch_size": 64,
+        "lr_scheduler_type": "linear", "warmup_steps": 20,
+    }  # fmt: skip
+
+
+def run(
+    output_dir: str | Path = "demo-output",
+    sft_steps: int = 450,
+    dpo_steps: int = 150,
+    grpo_steps: int = 60,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """All acts, from random weights to aligned models; returns the figures that it prints."""
+    from preftune import DPOConfig, DPOTrainer, RichProgressCallback
+
+    start, out = time.perf_counter(), Path(output_dir)
+    tokenizer = build_tokenizer()
+    demonstrations, pairs, held_out = make_data(rows=6000, held_out=300, seed=seed)
+    print("Act 1: SFT on demonstrations of mixed habits (40 % reversed, 40 % copied, 20 % shuffled)", flush=True)
+    taught = imitate(tokenizer, demonstrations, out / "sft", sft_steps, seed)
+    by_reward = copy.deepcopy(taught)
     print("Act 2: DPO on pairs (reversed is preferred), the reference following the policy", flush=True)
     dpo = DPOTrainer(
-        model=sft.model,
+        model=taught,
         args=DPOConfig(
             str(out / "dpo"),
             max_steps=dpo_steps,
@@ -153,7 +205,8 @@ def run(
             sync_ref_model=True,
             ref_model_sync_steps=32,
             ref_model_mixup_alpha=0.6,
-            **common,
+            max_length=32,
+            **_common(seed),
         ),  # fmt: skip
         train_dataset=pairs,
         processing_class=tokenizer,
@@ -163,14 +216,22 @@ def run(
     dpo.train()
     after, match_after = dpo.score_pairs(held_out), exact_match(dpo.model, tokenizer, held_out)
     dpo.save_model(str(out / "model"))
+    print("Act 3: GRPO from the model of act 1; the reward is 1 for the word reversed, else 0", flush=True)
+    words = [prompt[-1]["content"] for prompt in pairs["prompt"]]
+    grpo = reinforce(by_reward, tokenizer, words, out / "grpo", grpo_steps, seed)
+    grpo.save_model(str(out / "model-grpo"))
+    rewards = [entry["reward"] for entry in grpo.state.log_history if "reward" in entry]
+    match_grpo = exact_match(grpo.model, tokenizer, held_out)
     rows = [
         ("pair accuracy, summed", before.summed, after.summed),
         ("pair accuracy, per token", before.per_token, after.per_token),
         ("greedy exact match", match_before, match_after),
+        ("greedy exact match, GRPO", match_before, match_grpo),
     ]
     _print_table(rows, len(held_out))
-    print(f"model: {out / 'model'}   logs: {out / 'dpo' / 'logs'}   {time.perf_counter() - start:.0f} s", flush=True)
-    return {name: {"before": b, "after": a} for name, b, a in rows}
+    print(f"reward of GRPO's answers while it learned: {', '.join(f'{reward:.2f}' for reward in rewards)}")
+    print(f"models: {out / 'model'}, {out / 'model-grpo'}   {time.perf_counter() - start:.0f} s", flush=True)
+    return {name: {"before": b, "after": a} for name, b, a in rows} | {"rewards": rewards}
 
 
 def main(words: list[str]) -> int:
@@ -191,7 +252,7 @@ def _print_table(rows: list[tuple[str, Any, Any]], n: int) -> None:
     from rich.table import Table
 
     table = Table(title=f"{n} held-out words, share and 95 % bootstrap interval")
-    for column in ("", "before DPO", "after DPO"):
+    for column in ("", "after SFT", "aligned"):
         table.add_column(column)
     for name, before, after in rows:
         table.add_row(name, *(f"{s.value:.3f} [{s.low:.3f}, {s.high:.3f}]" for s in (before, after)))

@@ -23,11 +23,11 @@ from preftune.cli.parse import Parsed
 from preftune.cli.preflight import check_columns, check_writable
 from preftune.configs.base import BaseConfig
 from preftune.configs.model import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
-from preftune.configs.script import DatasetMixtureConfig, ScriptArguments
+from preftune.configs.script import DatasetMixtureConfig, RewardArguments, ScriptArguments
 from preftune.losses.importing import import_callable
 from preftune.losses.names import is_import_path
 
-MOST_PAIRS = 1000  # of the evaluation set; enough for an interval of three points
+MOST_SCORED = 1000  # of the evaluation set; enough for an interval of three points
 
 
 def run(command: Command, parsed: Parsed) -> int:
@@ -39,15 +39,16 @@ def run(command: Command, parsed: Parsed) -> int:
     script = ScriptArguments(**parsed.of("ScriptArguments"))
     model = ModelConfig(**parsed.of("ModelConfig"))
     mixture = DatasetMixtureConfig(**parsed.of("DatasetMixtureConfig"))
+    rewards = reward_functions(RewardArguments(**parsed.of("RewardArguments"))) if command.rewards else None
     _warn_of_unused(model, parsed)
     _choose_bars(script.progress)
     args = build_args(command, parsed, model)
-    trainer = build_trainer(command, parsed, args, script, mixture, model)
-    pairs = {"before": score_pairs(command, trainer)}
+    trainer = build_trainer(command, parsed, args, script, mixture, model, rewards)
+    scores = {"before": score_held_out(command, trainer)}
     result = trainer.train()
     save(trainer, args, result.metrics)  # before anything else can fail
-    pairs["after"] = score_pairs(command, trainer)
-    report_pairs(trainer, pairs)
+    scores["after"] = score_held_out(command, trainer)
+    report_scores(trainer, scores)
     if trainer.eval_dataset is not None:
         trainer.save_metrics("eval", trainer.evaluate())
     if trainer.is_world_process_zero():
@@ -55,6 +56,17 @@ def run(command: Command, parsed: Parsed) -> int:
     if already_launched(os.environ):
         _leave_process_group()
     return 0
+
+
+def reward_functions(arguments: RewardArguments) -> list[Any]:
+    """The reward functions that are named; reward models stay names.
+
+    Raises:
+        ConfigError: a name that stands for nothing.
+    """
+    from preftune.rewards import resolve_reward
+
+    return [resolve_reward(name) for name in arguments.names]
 
 
 def build_args(command: Command, parsed: Parsed, model: ModelConfig) -> Any:
@@ -94,6 +106,7 @@ def build_trainer(
     script: ScriptArguments,
     mixture: DatasetMixtureConfig,
     model: ModelConfig,
+    rewards: list[Any] | None = None,
 ) -> Any:
     """Load the data, then the trainer with its model."""
     evaluate = args.eval_strategy != "no" or "dataset_test_split" in parsed.values
@@ -110,6 +123,8 @@ def build_trainer(
         "peft_config": get_peft_config(model),
         "callbacks": progress_callbacks(script.progress, args),
     }
+    if rewards is not None:
+        options["reward_funcs"] = rewards
     quantization = get_quantization_config(model)
     if quantization is not None:
         options["quantization_config"] = quantization
@@ -152,29 +167,30 @@ def save(trainer: Any, args: Any, metrics: dict[str, float]) -> None:
         trainer.push_to_hub()
 
 
-def score_pairs(command: Command, trainer: Any) -> Any:
-    """Scores of the first held-out pairs under the policy as it is, or None where there are none to score."""
+def score_held_out(command: Command, trainer: Any) -> Any:
+    """Scores of the first held-out rows under the policy as it is, or None where there are none to score."""
     rows = trainer.eval_dataset
-    if not command.scores_pairs or not isinstance(rows, Dataset):
+    if command.scores is None or not isinstance(rows, Dataset):
         return None
-    return trainer.score_pairs(rows.select(range(min(len(rows), MOST_PAIRS))))
+    return getattr(trainer, command.scores)(rows.select(range(min(len(rows), MOST_SCORED))))
 
 
-def report_pairs(trainer: Any, pairs: dict[str, Any]) -> None:
-    """Print and save the pair accuracies before and after training."""
-    measured = {when: table for when, table in pairs.items() if table is not None}
+def report_scores(trainer: Any, scores: dict[str, Any]) -> None:
+    """Print and save what held-out rows show before and after training."""
+    measured = {when: table for when, table in scores.items() if table is not None}
     if not measured or not trainer.is_world_process_zero():
         return
     figures = {}
     for when, table in measured.items():
         print(f"{when} training, {table}")
-        for form, share in (("summed", table.summed), ("per_token", table.per_token)):
+        for form, share in table.shares.items():
             figures |= {
                 f"{form}_{when}": share.value,
                 f"{form}_{when}_low": share.low,
                 f"{form}_{when}_high": share.high,
             }
-    trainer.save_metrics("pair_accuracy", figures)
+    (name,) = {table.name for table in measured.values()}
+    trainer.save_metrics(name, figures)
 
 
 def _leave_process_group() -> None:

@@ -10,10 +10,8 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar, cast, final
 
-import torch
 from accelerate import PartialState
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import Tensor, nn
@@ -21,8 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainer
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
-from preftune.callbacks.attach import moves_reference, reference_callbacks
-from preftune.callbacks.handler import RefModelCallbackHandler
+from preftune.callbacks.attach import moves_reference
 from preftune.callbacks.jsonl_log import JsonlLogCallback
 from preftune.callbacks.progress import replace_default_progress
 from preftune.configs.base import BaseConfig
@@ -30,8 +27,9 @@ from preftune.data.report import DataReport
 from preftune.errors import ConfigError, DataFormatError
 from preftune.models.adapters import is_our_reference
 from preftune.models.attention import Layout
+from preftune.models.dropout import disable_dropout
 from preftune.models.load import (
-    disable_dropout,
+    check_quantization,
     enable_router_loss,
     eos_token_ids,
     load_model,
@@ -41,10 +39,13 @@ from preftune.models.load import (
     wrap_peft,
 )
 from preftune.models.logprobs import choose_layout
-from preftune.models.reference import MovableReference, ReferenceModel, make_reference
+from preftune.models.reference import MovableReference, ReferenceModel, Stored
+from preftune.trainers import extras
 from preftune.trainers import state as checkpoints
-from preftune.trainers.extras import load_running_state, save_running_state
+from preftune.trainers.evaluation import check_best_metric, check_split_name, untraced
+from preftune.trainers.extras import RestoreRunningTotals, load_running_state, save_running_state
 from preftune.trainers.metrics import RunningMetrics
+from preftune.trainers.reference import attach_reference
 
 logger = logging.getLogger(__name__)
 
@@ -52,24 +53,8 @@ RawData = Dataset | IterableDataset
 EvalData = RawData | DatasetDict | IterableDatasetDict | dict[str, RawData]
 
 
-def check_output_dir(folder: str) -> None:
-    """Refuses, before anything is loaded, a folder that could not be written at the end."""
-    existing = Path(folder).absolute()
-    while not existing.exists():
-        existing = existing.parent
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        kind = "a folder that cannot be written" if existing.is_dir() else "a file"
-        raise ConfigError(f"output_dir={folder!r}: {existing} is {kind}. Give a folder that you may write.")
-
-
-class _RestoreRunningTotals(TrainerCallback):
-    """Puts loss sums back after the training loop has set them to zero, so that a log window may span a resume."""
-
-    def __init__(self, trainer: BaseTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.trainer._restore_running_totals()
+def default_output_dir(model: Any, name: str) -> str:
+    return f"{os.path.basename(model_name(model)) or 'model'}-{name}"
 
 
 class BaseTrainer(Trainer, ABC):
@@ -86,7 +71,7 @@ class BaseTrainer(Trainer, ABC):
     name: ClassVar[str]  # as in "DPO"
     auto_class: ClassVar[Any] = AutoModelForCausalLM
     columns_read: ClassVar[tuple[str, ...]]  # of the prepared dataset
-    needs_reference: ClassVar[bool] = False  # whether the algorithm compares with a reference model
+    needs_reference: bool = False  # whether the algorithm compares with a reference model
 
     def __init__(
         self,
@@ -104,16 +89,18 @@ class BaseTrainer(Trainer, ABC):
         **hf_arguments: Any,
     ) -> None:
         if args is None:
-            args = self.config_class(output_dir=f"{os.path.basename(model_name(model)) or 'model'}-{self.name}")
+            args = self.config_class(output_dir=default_output_dir(model, self.name))
         if ref_model is not None and ref_model is model:
             raise ConfigError(
                 "ref_model is the policy itself; it would move with it. Leave ref_model out: the reference is then a "
                 "frozen copy of the policy as it is now (or the policy without its adapter)."
             )
-        check_output_dir(args.output_dir)
+        checkpoints.check_output_dir(args.output_dir)
+        check_quantization(quantization_config, args.model_init_kwargs)
         callbacks = list(callbacks or [])
         self.data_reports: dict[str, DataReport] = {}
         self._staging: str | None = None
+        self.is_evaluating = False
         self.reference: ReferenceModel | None = None
         self.args = args
         # accelerate would cut the flat tensors of streams along their first axis to hand them to the ranks
@@ -122,18 +109,14 @@ class BaseTrainer(Trainer, ABC):
         processing_class = load_processing_class(
             model_name(model), processing_class, init_kwargs if isinstance(model, str) else None, args.trust_remote_code
         )
+        processing_class = self.adapt_processing_class(processing_class)
         self.tokenizer = tokenizer_of(processing_class)
         self.eos_token_ids = eos_token_ids(model)
         train_dataset = self._prepare_training_data(train_dataset)
         eval_dataset = self._prepare_split(eval_dataset, "eval") if eval_dataset is not None else None
+        check_best_metric(args, eval_dataset)
 
-        policy = load_model(
-            model,
-            auto_class=self.auto_class,
-            init_kwargs=init_kwargs,
-            trust_remote_code=args.trust_remote_code,
-            quantization_config=quantization_config,
-        )
+        policy = self.load_policy(model, quantization_config)
         if args.disable_dropout:
             disable_dropout(policy)
         policy = wrap_peft(
@@ -160,8 +143,9 @@ class BaseTrainer(Trainer, ABC):
         self.train_metrics, self.eval_metrics = RunningMetrics(), RunningMetrics()
         self.tokens_seen: float | Tensor = 0.0  # on the device while training, so that no step waits for it
         self.running_totals: dict[str, Any] | None = None
-        self._attach_reference(ref_model, peft_config is not None, callbacks)
-        self.add_callback(_RestoreRunningTotals(self))
+        if self.needs_reference:
+            attach_reference(self, ref_model, peft_is_fresh=peft_config is not None, callbacks=callbacks)
+        self.add_callback(RestoreRunningTotals(self))
         self.add_callback(JsonlLogCallback())
         replace_default_progress(self.callback_handler.callbacks)
         self._say_decisions()
@@ -175,6 +159,31 @@ class BaseTrainer(Trainer, ABC):
     @abstractmethod
     def default_collator(self) -> Callable[[list[Mapping[str, Any]]], dict[str, Any]]:
         """Rows of token ids -> a batch with a `PromptTree` under "tree"."""
+
+    def load_policy(self, model: str | PreTrainedModel, quantization_config: Any) -> nn.Module:
+        """The model to train, before its dropout is set and an adapter is put on."""
+        return load_model(
+            model,
+            auto_class=self.auto_class,
+            init_kwargs=self.args.model_init_kwargs,
+            trust_remote_code=self.args.trust_remote_code,
+            quantization_config=quantization_config,
+        )
+
+    def adapt_processing_class(self, processing_class: Any) -> Any:
+        """The tokenizer or processor to use and to save; a changed one is a copy. By default the one given."""
+        return processing_class
+
+    def own_parts(self) -> dict[str, Any]:
+        """What moves besides policy, reference and callbacks: objects with `state_dict` and `load_state_dict`."""
+        return {}
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank alone must go on with: nested dicts of tensors and plain values; empty for nothing."""
+        return {}
+
+    def load_rank_state(self, state: Mapping[str, Any]) -> None:
+        """Puts back what `rank_state` gave, where it gave anything."""
 
     # Construction, in pieces
 
@@ -199,25 +208,16 @@ class BaseTrainer(Trainer, ABC):
             dataset, self.data_reports[split] = self.prepare_dataset(dataset, split)
         return dataset
 
-    def _attach_reference(self, ref_model: Any, peft_is_fresh: bool, callbacks: list[TrainerCallback]) -> None:
-        if not self.needs_reference:
-            return
-        if isinstance(ref_model, str):
-            ref_model = load_model(ref_model, auto_class=self.auto_class, init_kwargs=self.args.model_init_kwargs)
-        if ref_model is not None and self.args.disable_dropout:
-            disable_dropout(ref_model)
-        will_move = self.args.sync_ref_model or self.args.bema_ref_model or any(map(moves_reference, callbacks))
-        self.reference = make_reference(
-            self.model,
-            ref_model=ref_model,
-            peft_is_fresh=peft_is_fresh,
-            will_move=will_move,
-            precompute=self.args.precompute_ref_log_probs,
-        )
-        self.reference.prepare(self.accelerator)
-        self.callback_handler = RefModelCallbackHandler.from_handler(self.callback_handler, self.reference)
-        for callback in reference_callbacks(self.args, self.reference, callbacks):
-            self.add_callback(callback)
+    @property
+    def held_sets(self) -> list[RawData]:
+        """The datasets of the constructor, prepared: to train on, and all to evaluate on."""
+        evals = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        return [cast(Any, rows) for rows in [self.train_dataset, *evals] if rows is not None]
+
+    @property
+    def stores_reference(self) -> bool:
+        """Whether the reference is numbers from before training."""
+        return False
 
     @property
     def reference_moves(self) -> bool:
@@ -262,7 +262,7 @@ class BaseTrainer(Trainer, ABC):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what was accumulated since the last log (a collective: all ranks call it together)."""
-        if "loss" in logs or "train_loss" in logs:
+        if not self.is_evaluating and ("loss" in logs or "train_loss" in logs):
             logs.update(self.train_metrics.reduce())
             logs["num_tokens"] = float(self.tokens_seen)
             if isinstance(self.reference, MovableReference) and self.reference_moves:
@@ -274,10 +274,28 @@ class BaseTrainer(Trainer, ABC):
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Evaluates the eval set(s) of the constructor, one of them by name, or a raw or prepared dataset."""
-        if eval_dataset is not None and not isinstance(eval_dataset, str):
-            eval_dataset = self._prepare_split(eval_dataset, metric_key_prefix)
-        return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
+        """Evaluates without a trace in training; the metrics are those of training, under `eval_`.
+
+        Args:
+            eval_dataset: Raw or prepared rows, or a dict of such sets, whose metrics are called `eval_{name}_...`; the
+                name of one set of the constructor's dict; None: the set or sets of the constructor.
+
+        Raises:
+            ConfigError: no set of that name.
+            DataFormatError: rows that cannot be used, or none at all.
+        """
+        with untraced(self):
+            if eval_dataset is None or isinstance(eval_dataset, str):
+                if eval_dataset is not None:
+                    check_split_name(eval_dataset, self.eval_dataset)
+                return super().evaluate(cast(Any, eval_dataset), ignore_keys, metric_key_prefix)
+            sets = self._prepare_split(eval_dataset, metric_key_prefix)
+            if not isinstance(sets, dict):
+                return super().evaluate(sets, ignore_keys, metric_key_prefix)
+            metrics: dict[str, float] = {}
+            for name, rows in sets.items():
+                metrics |= super().evaluate(rows, ignore_keys, f"{metric_key_prefix}_{name}")
+            return metrics
 
     def _set_signature_columns_if_needed(self) -> None:
         self._signature_columns = list(self.columns_read)
@@ -353,6 +371,17 @@ class BaseTrainer(Trainer, ABC):
         """Whether weights are spread over ranks (FSDP, DeepSpeed)."""
         return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Loads the weights; virtual tokens come with the running state, for PEFT cannot go on from saved ones."""
+        if extras.virtual_tokens(self) is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        if extras.virtual_tokens(self) is None:
+            super()._load_best_model()
+        elif self.state.best_model_checkpoint is not None:
+            extras.load_virtual_tokens(self, self.state.best_model_checkpoint)
+
     @final
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -362,14 +391,6 @@ class BaseTrainer(Trainer, ABC):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         if self.accelerator.num_processes > 1:  # the losses since the last log are still each rank's own
             self._tr_loss = cast(Tensor, self.accelerator.reduce(self._tr_loss, "mean"))
+        if isinstance(self.reference, Stored):
+            self.reference.save()
         return super()._finalize_training(*args, **kwargs)
-
-    @final
-    def _restore_running_totals(self) -> None:
-        if self.running_totals is None:
-            return
-        running, self.running_totals = self.running_totals, None
-        self._tr_loss = torch.tensor(running["tr_loss"], device=self.args.device)
-        self._total_loss_scalar = running["total_loss"]
-        self._globalstep_last_logged = running["last_logged"]
-        self._initial_global_step = 0

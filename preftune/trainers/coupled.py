@@ -62,6 +62,39 @@ def _concatenate(parts: Sequence[PairScores | None], device: torch.device) -> Pa
     return PairScores(**{n: join(n) for n in names}, mean_chosen_length=parts[0].mean_chosen_length.to(device))
 
 
+class EvaluatedPairs:
+    """The scores of all pairs of an eval set, so that its loss is that of the whole set, however it was cut in batches.
+
+    Held on the host: a few floats a pair.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[PairScores, PairScores | None, Tensor, Tensor]] = []
+
+    def add(self, policy: PairScores, ref: PairScores | None, losses: Tensor, weights: Tensor) -> None:
+        """A batch: `losses` are its own `[B]`, weighted with `weights`."""
+        host = torch.device("cpu")
+        parts = _concatenate([policy], host), _concatenate([ref], host), losses.detach().cpu(), weights.detach().cpu()
+        self._batches.append(parts)  # pyright: ignore[reportArgumentType]
+
+    def loss_across_batches(
+        self, loss: Callable[[PairScores, PairScores | None], LossOutput], device: torch.device
+    ) -> float:
+        """The loss of all pairs as one batch less the mean of the losses added; a collective."""
+        batches = [batch for rank in gather_object([self._batches]) for batch in rank]
+        self._batches = []
+        if not batches:
+            return 0.0
+        policies, refs, losses, weights = zip(*batches, strict=True)
+        rows = [len(part) for part in losses]
+        policy, ref = _concatenate(policies, device), _concatenate(refs, device)
+        assert policy is not None
+        chosen_tokens = torch.stack([n * part.mean_chosen_length for n, part in zip(rows, policies, strict=True)]).sum()
+        policy = replace(policy, mean_chosen_length=(chosen_tokens / sum(rows)).to(device))
+        whole = loss(policy, ref).loss * torch.cat(weights).to(device)
+        return (whole.double().mean() - torch.cat(losses).to(device).double().mean()).item()
+
+
 def coupled_pair_gradients(
     scored: Sequence[tuple[PairScores, PairScores | None]],
     loss: Callable[[PairScores, PairScores | None], LossOutput],

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
@@ -22,13 +20,13 @@ from preftune.losses.names import BATCH_COUPLED, PAIR_HYPER
 from preftune.losses.preference import implicit_rewards, resolve_pair_loss, weighted_pair_loss
 from preftune.losses.reduce import pair_scores, reference_pair_scores, wpo_pair_weights
 from preftune.models.logprobs import token_scores
-from preftune.models.reference_base import evaluating
 from preftune.trainers.base import EvalData, RawData
-from preftune.trainers.coupled import PairGradients, coupled_pair_gradients, without_rows
-from preftune.trainers.offline import Batch, OfflineTrainer, StepTotals
-from preftune.trainers.pairs import PairTable
-from preftune.trainers.placing import placed
-from preftune.types import LossOutput, PairScores, TokenScores
+from preftune.trainers.coupled import EvaluatedPairs, PairGradients, coupled_pair_gradients, without_rows
+from preftune.trainers.offline import OfflineTrainer
+from preftune.trainers.pairs import PairTable, score_rows
+from preftune.trainers.shares import Batch
+from preftune.trainers.step import StepTotals
+from preftune.types import LossOutput, PairScores, PromptTree, TokenScores
 
 PairLoss = Callable[..., LossOutput]
 
@@ -90,6 +88,7 @@ class DPOTrainer(OfflineTrainer):
         names = [loss] if loss is not None else self.args.loss_type
         weights = self.args.loss_weights or [1.0] * len(names)
         self._losses = [(resolve_pair_loss(name), weight) for name, weight in zip(names, weights, strict=True)]
+        self._evaluated = EvaluatedPairs()
         self._outputs = frozenset({"entropy", "mean_logits", "is_top1"})
         if self.args.use_weighting:
             self._outputs |= {"log_sum_sq_probs"}
@@ -110,8 +109,10 @@ class DPOTrainer(OfflineTrainer):
             losses = totals.statistics.surrogate(policy, batch)
         else:
             losses = output.loss
-        if self.args.use_weighting:
-            losses = losses * wpo_pair_weights(scores)
+        weights = wpo_pair_weights(scores) if self.args.use_weighting else torch.ones_like(losses)
+        losses = losses * weights
+        if not self.model.training and not batch["repeated"]:
+            self._evaluated.add(policy, ref, losses, weights)
         self._record(policy, ref, scores, output)
         rows = totals.counts["rows"].float()
         share = losses.sum() / rows
@@ -146,6 +147,12 @@ class DPOTrainer(OfflineTrainer):
             scored[-1] = (without_rows(policy), None if ref is None else without_rows(ref))
         return coupled_pair_gradients(scored, self.loss)
 
+    def begin_evaluation(self) -> None:
+        self._evaluated = EvaluatedPairs()
+
+    def loss_across_batches(self) -> float:
+        return self._evaluated.loss_across_batches(self.loss, self.args.device)
+
     def count(self, batch: Batch) -> dict[str, float]:
         chosen = (batch["tree"].branch_index % 2 == 0).sum()
         return super().count(batch) | {"chosen_tokens": float(chosen)}
@@ -170,25 +177,17 @@ class DPOTrainer(OfflineTrainer):
         for name, values in output.metrics.items():
             add(name, values)
 
-    @torch.no_grad()
     def score_pairs(self, dataset: RawData) -> PairTable:
         """Scores of raw or prepared pairs under the policy as it is now; leaves no trace in training or metrics.
 
         All ranks call it; each scores its share of the rows.
         """
-        rows = list(self._prepare_split(dataset, "scored"))
-        rank, world, size = self.args.process_index, self.args.world_size, self.args.per_device_eval_batch_size
-        table = {}
-        with placed(self), evaluating(self.model), self.accelerator.autocast():
-            for start in range(0, len(rows), size * world):
-                # every rank scores in every round: a sharded model needs all of them
-                mine = range(len(rows))[start + rank * size :][:size] or range(len(rows))[-1:]
-                batch = self.data_collator([rows[i] for i in mine])
-                scores = token_scores(self.model, batch["tree"].to(self.args.device), layout=self.layout)
-                both = torch.stack([scores.branch_logps, scores.branch_lengths]).double().cpu().numpy()
-                table |= zip(mine, zip(both[0, 0::2], both[0, 1::2], both[1, 0::2], both[1, 1::2]))
-        whole = dict(gather_object(list(table.items())))
-        return PairTable(*map(np.array, zip(*(whole[i] for i in range(len(rows))))))
+
+        def score(tree: PromptTree) -> Tensor:
+            scores = token_scores(self.model, tree, layout=self.layout)
+            return torch.cat([scores.branch_logps.view(-1, 2), scores.branch_lengths.view(-1, 2)], dim=1)
+
+        return PairTable(*score_rows(self, dataset, score).T)
 
     # Data
 

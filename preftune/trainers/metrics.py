@@ -27,14 +27,20 @@ def merged(states: Iterable[dict[str, list]]) -> dict[str, list]:
             elif kind == "mean":
                 whole[name] = [kind, whole[name][1] + total, whole[name][2] + weight]
             else:
-                whole[name][1] = (min if kind == "min" else max)(whole[name][1], total)
+                pair = whole[name][1], total
+                whole[name][1] = math.nan if any(map(math.isnan, pair)) else (min if kind == "min" else max)(pair)
     return whole
 
 
 class RunningMetrics:
-    """Accumulators by name; `state_dict` makes a window that a checkpoint cuts in two end with the same numbers."""
+    """Accumulators by name; `state_dict` makes a window that a checkpoint cuts in two end with the same numbers.
+
+    Attributes:
+        differences: Metrics that are one mean less another, each over all it was added to, by name.
+    """
 
     def __init__(self) -> None:
+        self.differences: dict[str, tuple[str, str]] = {}
         self._kinds: dict[str, Kind] = {}
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
@@ -63,18 +69,20 @@ class RunningMetrics:
         self._sums[name] = self._sums[name] + total if name in self._sums else total
         self._weights[name] = self._weights[name] + weight if name in self._weights else weight
 
+    def add_extreme(self, name: str, values: Tensor, kind: Literal["min", "max"]) -> None:
+        """Keeps the smallest or the largest value seen."""
+        if self._is_paused or values.numel() == 0:
+            return
+        value = (values.min() if kind == "min" else values.max()).detach().double()
+        choose = torch.minimum if kind == "min" else torch.maximum
+        self._kinds[name] = kind
+        self._sums[name] = choose(self._sums[name], value) if name in self._sums else value
+        self._weights[name] = torch.ones_like(value)
+
     def add_extremes(self, prefix: str, values: Tensor) -> None:
         """Keeps the smallest and the largest value seen, as `min_{prefix}` and `max_{prefix}`."""
-        if self._is_paused:
-            return
-        values = values.detach().double()
-        extremes: list[tuple[Kind, Tensor]] = [("min", values.min()), ("max", values.max())]
-        for kind, value in extremes:
-            name = f"{kind}_{prefix}"
-            self._kinds[name] = kind
-            choose = torch.minimum if kind == "min" else torch.maximum
-            self._sums[name] = choose(self._sums[name], value) if name in self._sums else value
-            self._weights[name] = torch.ones_like(value)
+        self.add_extreme(f"min_{prefix}", values, "min")
+        self.add_extreme(f"max_{prefix}", values, "max")
 
     def state_dict(self) -> dict[str, list]:
         """`{name: [kind, sum, weight]}` of this rank as plain numbers, exact in JSON."""
@@ -101,7 +109,7 @@ class RunningMetrics:
     def reduce(self, prefix: str = "") -> dict[str, float]:
         """The values over all ranks since the last call, then starts anew (a collective).
 
-        A mean whose total weight is 0 is left out rather than logged as NaN.
+        A mean whose total weight is 0 is left out rather than logged as NaN, and so is a difference that needs it.
         """
         values = {}
         for name, (kind, total, weight) in self.merged_state().items():
@@ -109,5 +117,8 @@ class RunningMetrics:
                 values[prefix + name] = total
             elif weight > 0 or math.isnan(weight):
                 values[prefix + name] = total / weight
+        for name, (plus, minus) in self.differences.items():
+            if prefix + plus in values and prefix + minus in values:
+                values[prefix + name] = values[prefix + plus] - values[prefix + minus]
         self.clear()
         return values

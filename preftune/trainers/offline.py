@@ -1,93 +1,82 @@
-"""Trainers that learn from a fixed dataset: one optimizer step over trees of token ids.
+"""Trainers that learn from a fixed dataset: which rows are in a step, stored references, evaluation.
 
-Losses are shares of the mean over the whole optimizer step, so that splitting rows into micro-batches, accumulation
-steps or ranks cannot change the gradient.
+Every row of the data counts once, also where the last batch of a pass is filled up for the ranks.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
-import math
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from itertools import islice
-from typing import Any, ClassVar, cast, final
+from collections.abc import Iterator
+from contextlib import nullcontext
+from itertools import chain, islice
+from typing import Any, final
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, reduce
 from datasets import Dataset, IterableDataset
 from torch import Tensor, nn
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import PredictionOutput
 
 from preftune.data.tree import split_by_tokens
-from preftune.errors import ConfigError, DataFormatError
-from preftune.models.distributed import size_of
+from preftune.errors import DataFormatError
 from preftune.models.inputs import scoring_inputs
 from preftune.models.logprobs import scoring
 from preftune.models.stored import Stored
-from preftune.trainers.base import BaseTrainer
+from preftune.trainers.evaluation import untraced
 from preftune.trainers.placing import placed
 from preftune.trainers.shares import Batch, CountedRows, first_rows, own_rows, select_rows
+from preftune.trainers.step import StepTotals, StepTrainer
 from preftune.types import PromptTree
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StepTotals:
-    """What one optimizer step holds over all its micro-batches and ranks.
-
-    Attributes:
-        counts: Sums of `OfflineTrainer.count` ("rows", "tokens", ...), float64 scalars.
-        statistics: What `OfflineTrainer.step_statistics` returned, or None.
-    """
-
-    counts: Mapping[str, Tensor]
-    statistics: Any = None
-
-
-class OfflineTrainer(BaseTrainer):
-    """The step, shared by all offline algorithms. A family writes `batch_loss`, an algorithm `loss`."""
-
-    loss_unit: ClassVar[str] = "rows"  # the count that the loss is a mean over
+class OfflineTrainer(StepTrainer):
+    """Batches of fixed rows, shared by all offline algorithms. A family writes `batch_loss`, an algorithm `loss`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if sharded and self.args.max_tokens_per_micro_batch is not None:
-            raise ConfigError(
-                "max_tokens_per_micro_batch deals a different number of micro-batches to each rank, which FSDP and "
-                "DeepSpeed cannot run. Leave it out and use gradient_accumulation_steps."
-            )
-        self._step_batches: list[Batch] = []
         if isinstance(self.reference, Stored):
             self._fill_store(self.reference)
 
     def _fill_store(self, store: Stored) -> None:
-        """Scores every row of train and eval sets once, then lets the model behind the numbers go."""
-        evals = self.eval_dataset if isinstance(self.eval_dataset, dict) else {"eval": self.eval_dataset}
-        for split, rows in {"train": self.train_dataset, **evals}.items():
-            if isinstance(rows, IterableDataset):
-                raise ConfigError(
-                    f"precompute_ref_log_probs=True needs rows that can be read twice, but the {split} set is an "
-                    "IterableDataset (streaming). Load it without streaming, or set precompute_ref_log_probs=False."
-                )
+        """Scores every row of train and eval sets once, then lets the model behind the numbers go.
+
+        Rows of a stream are scored when they come; the reference is kept for that.
+        """
+        known = [rows for rows in self.held_sets if isinstance(rows, Dataset)]
+        self._store_rows(store, known)
+        if len(known) < len(self.held_sets):
+            store.expect_streams()
+        else:
+            store.release()
+
+    def _store_rows(self, store: Stored, sets: list[Dataset]) -> None:
         size = self.args.precompute_ref_batch_size or self.args.per_device_train_batch_size
         with placed(self), scoring(self.model, self.layout), self.accelerator.autocast():
-            for rows in [self.train_dataset, *evals.values()]:
-                if rows is not None:
-                    store.fill(
-                        self._trees(rows, size),
-                        self.model,
-                        layout=self.layout,
-                        ld_alpha=self.args.ld_alpha,
-                        precision=self.accelerator.mixed_precision,
-                    )
-        store.release()
+            store.fill(
+                chain.from_iterable(self._trees(rows, size) for rows in sets),
+                self.model,
+                layout=self.layout,
+                ld_alpha=vars(self.args).get("ld_alpha"),
+                precision=self.accelerator.mixed_precision,
+            )
+
+    def _store_arrivals(self, rows: Any) -> None:
+        """Rows that the constructor did not have: scored now, or an error before any of them is evaluated."""
+        if not isinstance(self.reference, Stored):
+            return
+        if isinstance(rows, IterableDataset):
+            self.reference.expect_streams()
+        elif isinstance(rows, Dataset):
+            self._store_rows(self.reference, [rows])
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        self._store_arrivals(eval_dataset)
+        return super().get_eval_dataloader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> Any:
+        self._store_arrivals(test_dataset)
+        return super().get_test_dataloader(test_dataset)
 
     def _trees(self, rows: Dataset, size: int) -> Iterator[PromptTree]:
         """This rank's share of the rows as trees of `size` rows; every rank yields as many."""
@@ -99,13 +88,18 @@ class OfflineTrainer(BaseTrainer):
 
     def _get_dataloader(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         dataset = CountedRows(dataset) if isinstance(dataset, IterableDataset) else dataset
-        return super()._get_dataloader(dataset, *args, **kwargs)
+        asked = self.args.dataloader_drop_last
+        self.args.dataloader_drop_last = asked and kwargs.get("is_training", False)  # no row escapes evaluation
+        try:
+            return super()._get_dataloader(dataset, *args, **kwargs)
+        finally:
+            self.args.dataloader_drop_last = asked
 
-    # What a family provides
+    @property
+    def stores_reference(self) -> bool:
+        return self.needs_reference and self.args.precompute_ref_log_probs
 
-    @abstractmethod
-    def batch_loss(self, model: nn.Module, batch: Batch, totals: StepTotals) -> Tensor:
-        """This batch's share of the step's mean loss (a sum over its rows, divided by a total), with gradient."""
+    # Batches
 
     def count(self, batch: Batch) -> dict[str, float]:
         """What of this batch goes into denominators; sums over the step come back as `totals.counts`."""
@@ -117,11 +111,12 @@ class OfflineTrainer(BaseTrainer):
             "sequence_tokens": float(sequence_tokens),
         }
 
-    def step_statistics(self, model: nn.Module, batches: list[Batch], totals: StepTotals) -> Any:
-        """Statistics over all rows of the step that a row's loss needs, computed without gradient; None by default."""
-        return None
+    def forwarded_tokens(self, batch: Batch) -> int:
+        return batch["tree"].num_tokens
 
-    # The step
+    def micro_batches(self, batch: Batch) -> list[Batch]:
+        groups = split_by_tokens(batch["tree"], self.args.max_tokens_per_micro_batch)
+        return [batch] if len(groups) == 1 else [select_rows(batch, group) for group in groups]
 
     @final
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
@@ -132,7 +127,7 @@ class OfflineTrainer(BaseTrainer):
             logger.warning("the stream ended within a step: its last %s are left out", left_out)
             batches = []
         self._step_batches = batches
-        self._step_totals: StepTotals | None = None
+        self._step_totals = None
         return batches, None
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
@@ -172,92 +167,29 @@ class OfflineTrainer(BaseTrainer):
             )
         return batch
 
-    @final
-    def totals_of(self, batches: list[Batch], over_ranks: bool = True) -> StepTotals:
-        """Counts over some batches, and over all ranks where asked (one collective)."""
-        counts = [(self.count(b), not b["repeated"]) for b in batches]
-        names = sorted(counts[0][0])
-        sums = torch.tensor([sum(c[n] for c, own in counts if own) for n in names], dtype=torch.float64)
-        if over_ranks and self.accelerator.num_processes > 1:
-            sums = cast(Tensor, reduce(sums.to(self.args.device), "sum"))
-        return StepTotals(dict(zip(names, sums.to(self.args.device).unbind(), strict=True)))
-
-    @final
-    def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one accumulation step, in micro-batches of at most `max_tokens_per_micro_batch`."""
-        model.train()
-        if isinstance(self.optimizer, AcceleratedOptimizer):
-            self.optimizer.train()  # schedule-free optimizers switch weights
-        if self._step_totals is None:
-            totals = self.totals_of(self._step_batches)
-            with self.activation_context(), self.accelerator.autocast():
-                statistics = self.step_statistics(model, self._step_batches, totals)
-            self._step_totals = StepTotals(totals.counts, statistics)
-            self.tokens_seen += totals.counts["sequence_tokens"]
-        groups = split_by_tokens(inputs["tree"], self.args.max_tokens_per_micro_batch)
-        loss = torch.zeros((), device=self.args.device)
-        with scoring(model, self.layout), self.activation_context():
-            for i, group in enumerate(groups):
-                part = inputs if len(groups) == 1 else select_rows(inputs, group)
-                if i + 1 < len(groups):
-                    with self.accelerator.no_sync(model):
-                        loss += self._forward_backward(model, part)
-                else:
-                    loss += self._forward_backward(model, part)
-        return loss
-
-    def _forward_backward(self, model: nn.Module, batch: Batch) -> Tensor:
-        assert self._step_totals is not None
-        with self.accelerator.autocast():
-            # ranks average their gradients; shares of a sum must be multiplied back
-            loss = self._share(model, batch, self._step_totals) * self.accelerator.num_processes
-        kwargs = {"scale_wrt_gas": False} if self.accelerator.distributed_type == DistributedType.DEEPSPEED else {}
-        self.accelerator.backward(loss, **kwargs)
-        return loss.detach().float()
-
-    def _share(self, model: nn.Module, batch: Batch, totals: StepTotals) -> Tensor:
-        if not batch["repeated"]:
-            return self.batch_loss(model, batch, totals)
-        with self.metrics.paused():
-            return self.batch_loss(model, batch, StepTotals(totals.counts)) * 0.0
-
-    @final
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuses: the loss of a batch is `batch_loss`, which knows the totals of the optimizer step."""
-        raise TypeError("call batch_loss(model, batch, totals); override loss or batch_loss, not compute_loss")
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        """The gradient norm; a step whose gradient is not finite stops the run before it spoils the weights."""
-        norm: Any = super()._get_grad_norm(model, grad_norm)
-        if norm is None or self.accelerator.scaler is not None or math.isfinite(float(norm)):
-            return norm
-        stepped = self.accelerator.distributed_type == DistributedType.DEEPSPEED  # inside its backward
-        written = "DeepSpeed has already used it; go on from a checkpoint" if stepped else "The weights are as before"
-        raise FloatingPointError(
-            f"the gradient norm of step {self.state.global_step + 1} is {float(norm)}: the loss or a gradient is not "
-            f"finite. {written}. Look at the rows of this step, lower learning_rate, or set max_grad_norm."
-        )
-
-    def floating_point_ops(self, inputs: Batch) -> int:
-        """6 x parameters x tokens really forwarded (a shared prompt once)."""
-        return 6 * inputs["tree"].num_tokens * self._num_parameters
-
-    @functools.cached_property
-    def _num_parameters(self) -> int:
-        return sum(size_of(p) for p in self.model.parameters())
-
-    def activation_context(self) -> AbstractContextManager:
-        """Keeps saved activations in host memory where `activation_offloading` asks for it."""
-        if not self.args.activation_offloading:
-            return nullcontext()
-        return torch.autograd.graph.save_on_cpu(pin_memory=self.args.device.type == "cuda")
-
     # Evaluation
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Logits (after `preprocess_logits_for_metrics`), labels and metrics of raw or prepared rows; leaves no trace.
+
+        Raises:
+            TypeError: not a single dataset.
+        """
+        if not isinstance(test_dataset, Dataset | IterableDataset):
+            raise TypeError(
+                f"predict got a {type(test_dataset).__name__}; wanted a datasets.Dataset or IterableDataset. Of a dict "
+                "of sets, pass one after the other."
+            )
+        with untraced(self):
+            rows = self._prepare_split(test_dataset, metric_key_prefix)
+            return super().predict(rows, ignore_keys, metric_key_prefix)
 
     @final
     def prediction_step(
         self, model: nn.Module, inputs: Batch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[None, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Adds the batch to the eval metrics. Rows that a distributed sampler repeats to fill up are left out."""
         batch = self._own(inputs, self.args.eval_batch_size)
         counted = self.eval_metrics.paused() if batch["repeated"] else nullcontext()
@@ -266,36 +198,23 @@ class OfflineTrainer(BaseTrainer):
             statistics = self.step_statistics(model, [batch], totals)
             loss = self.batch_loss(model, batch, StepTotals(totals.counts, statistics))
             self.eval_metrics.add("loss", loss, totals.counts[self.loss_unit])
-        if prediction_loss_only:
-            return None, None, None
-        logits, labels = self.plain_logits(model, batch["tree"])
-        return (None, logits[:0], labels[:0]) if batch["repeated"] else (None, logits, labels)
+        wanted = self.args.include_for_metrics
+        loss = loss if "loss" in wanted else None
+        if prediction_loss_only and "inputs" not in wanted:
+            return loss, None, None
+        logits, labels, inputs["input_ids"] = self.plain_logits(model, batch["tree"])  # HF looks for them there
+        own = slice(0 if batch["repeated"] else None)
+        inputs["input_ids"] = inputs["input_ids"][own]
+        return (loss, None, None) if prediction_loss_only else (loss, logits[own], labels[own])
 
     @torch.no_grad()
-    def plain_logits(self, model: nn.Module, tree: PromptTree) -> tuple[Tensor, Tensor]:
-        """Logits `[B, L, V]` and labels `[B, L]` (-100: not scored) of padded rows, for `compute_metrics` alone."""
+    def plain_logits(self, model: nn.Module, tree: PromptTree) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits `[B, L, V]`, labels and ids `[B, L]` (-100: not scored; no token) of padded rows, for
+        `compute_metrics` alone."""
         inputs = scoring_inputs(tree, "padded")
+        ids = inputs.keywords["input_ids"]
         with self.accelerator.autocast():
-            logits = model(**inputs.keywords).logits
-        labels = torch.full_like(inputs.keywords["input_ids"], -100)
+            logits = model(**inputs.keywords).logits[:, -ids.shape[1] :]  # prompt learning puts tokens before them
+        labels = torch.full_like(ids, -100)
         labels[inputs.rows, inputs.columns + 1] = tree.target_ids
-        return logits.float(), labels
-
-    def _gather_rows(self, values: Tensor) -> Tensor:
-        """Rows of all ranks, which may have unlike numbers of them."""
-        counts: Any = self.accelerator.gather(torch.tensor([len(values)], device=values.device))
-        padded: Any = self.accelerator.pad_across_processes(values, dim=0)
-        whole: Any = self.accelerator.gather(padded)
-        parts = whole.split(len(padded))
-        return torch.cat([part[:count] for part, count in zip(parts, counts.tolist(), strict=True)])
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        """HF's loop, with our metrics in the result, so that `metric_for_best_model` finds them."""
-        self.eval_metrics.clear()
-        self.gather_function = self._gather_rows
-        with placed(self):
-            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        assert output.metrics is not None
-        output.metrics.update(self.eval_metrics.reduce(f"{metric_key_prefix}_"))
-        output.metrics[f"{metric_key_prefix}_num_tokens"] = float(self.tokens_seen)
-        return output
+        return logits.float(), labels, ids.masked_fill(inputs.keywords["attention_mask"] == 0, -100)

@@ -1,20 +1,31 @@
-"""Pair accuracy of a policy on held-out pairs, with a bootstrap interval: the figure that DPO is meant to raise.
+"""Pair accuracy on held-out pairs, with a bootstrap interval: the figure that DPO and reward training are to raise.
 
-Summed scores compare log p(chosen) with log p(rejected); per-token scores divide each by its length first.
+Summed scores compare log p(chosen) with log p(rejected); per-token scores divide each by its length first; a reward
+model's scores are compared as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+import torch
+from accelerate.utils import gather_object
 from numpy.typing import NDArray
+
+from preftune.models.reference_base import evaluating
+from preftune.trainers.placing import placed
+from preftune.types import PromptTree
+
+if TYPE_CHECKING:
+    from preftune.trainers.base import BaseTrainer, RawData
 
 
 @dataclass(frozen=True)
 class Share:
-    """A share in [0, 1] of `n` trials with its 95 % bootstrap interval."""
+    """A share in [0, 1] of `n` trials, or another figure of `n` rows, with its 95 % bootstrap interval."""
 
     value: float
     low: float
@@ -45,6 +56,8 @@ def bootstrap_share(hits: Sequence[bool] | NDArray, resamples: int = 2000, seed:
 class PairTable:
     """Scores of held-out pairs under a policy, one entry a pair: summed log-probabilities and token counts."""
 
+    name: ClassVar[str] = "pair_accuracy"
+
     chosen_logps: NDArray
     rejected_logps: NDArray
     chosen_lengths: NDArray
@@ -61,5 +74,51 @@ class PairTable:
         chosen, rejected = self.chosen_logps / self.chosen_lengths, self.rejected_logps / self.rejected_lengths
         return bootstrap_share(chosen > rejected)
 
+    @property
+    def shares(self) -> dict[str, Share]:
+        return {"summed": self.summed, "per_token": self.per_token}
+
     def __str__(self) -> str:
         return f"pair accuracy: summed {self.summed}; per token {self.per_token}"
+
+
+@dataclass(frozen=True)
+class RewardTable:
+    """Scores of held-out pairs under a reward model, one entry a pair."""
+
+    name: ClassVar[str] = "pair_accuracy"
+
+    chosen_scores: NDArray
+    rejected_scores: NDArray
+
+    @property
+    def accuracy(self) -> Share:
+        """Share with score(chosen) > score(rejected)."""
+        return bootstrap_share(self.chosen_scores > self.rejected_scores)
+
+    @property
+    def shares(self) -> dict[str, Share]:
+        return {"accuracy": self.accuracy}
+
+    def __str__(self) -> str:
+        chosen, rejected = self.chosen_scores.mean(), self.rejected_scores.mean()
+        return f"pair accuracy: {self.accuracy}; mean score: chosen {chosen:.3f}, rejected {rejected:.3f}"
+
+
+@torch.no_grad()
+def score_rows(trainer: BaseTrainer, dataset: RawData, score: Callable[[PromptTree], torch.Tensor]) -> NDArray:
+    """`[rows, k]` float64: what `score` gives (`[P, k]`) for the prompts of raw or prepared rows, in their order.
+
+    Runs in eval mode and leaves no trace in training or metrics. All ranks call it; each scores its share of the rows.
+    """
+    rows: list[Any] = list(trainer._prepare_split(dataset, "scored"))
+    rank, world, size = trainer.args.process_index, trainer.args.world_size, trainer.args.per_device_eval_batch_size
+    table: dict[int, NDArray] = {}
+    with placed(trainer), evaluating(trainer.model), trainer.accelerator.autocast():
+        for start in range(0, len(rows), size * world):
+            # every rank scores in every round: a sharded model needs all of them
+            mine = range(len(rows))[start + rank * size :][:size] or range(len(rows))[-1:]
+            batch: Any = trainer.data_collator([rows[i] for i in mine])
+            table |= zip(mine, score(batch["tree"].to(trainer.args.device)).double().cpu().numpy())
+    whole = dict(gather_object(list(table.items())))
+    return np.stack([whole[i] for i in range(len(rows))])

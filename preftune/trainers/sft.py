@@ -22,7 +22,9 @@ from preftune.losses.supervised import TOKEN_LOSSES
 from preftune.models.load import read_chat_template
 from preftune.models.logprobs import token_scores
 from preftune.trainers.base import EvalData, RawData
-from preftune.trainers.offline import Batch, OfflineTrainer, StepTotals
+from preftune.trainers.offline import OfflineTrainer
+from preftune.trainers.shares import Batch
+from preftune.trainers.step import StepTotals
 from preftune.types import LossOutput, TokenScores
 
 logger = logging.getLogger(__name__)
@@ -117,6 +119,8 @@ class SFTTrainer(OfflineTrainer):
                 "skip_prepare_dataset: %s rows are taken as they are; max_length and packing do not act", split
             )
             return dataset, DataReport(split)
+        if {"input_ids", "seq_lengths"} <= set(dataset.column_names or []):
+            return dataset, DataReport(split)  # packed already, as `trainer.eval_dataset` may be
         pack = args.packing if split == "train" or args.eval_packing is None else args.eval_packing
         keeps_tails = pack and args.packing_strategy != "bfd"
         prepared = prepare_sft(
@@ -142,7 +146,8 @@ class SFTTrainer(OfflineTrainer):
         if pack and args.max_length is not None:
             rows = pack_dataset(rows, args.max_length, args.packing_strategy)
             if split == "train" and args.shuffle_dataset:
-                rows = rows.shuffle(seed=args.seed)
+                # Packing sorts by length. Another seed: the same permutation twice would not be a random one.
+                rows = rows.shuffle(seed=args.seed + 1)
         return rows, prepared.report
 
     def default_collator(self) -> SFTCollator:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from preftune.errors import CheckpointError
+from preftune.errors import CheckpointError, ConfigError
 
 MANIFEST = "manifest.json"
 PARTIAL = ".partial"
@@ -39,6 +39,16 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def check_output_dir(folder: str) -> None:
+    """Refuses, before anything is loaded, a folder that could not be written at the end."""
+    existing = Path(folder).absolute()
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        kind = "a folder that cannot be written" if existing.is_dir() else "a file"
+        raise ConfigError(f"output_dir={folder!r}: {existing} is {kind}. Give a folder that you may write.")
 
 
 def partial_dir(run_dir: str) -> str:

@@ -15,7 +15,16 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from preftune import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from preftune import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from preftune.models.distributed import full_state_dict, local_shard, unwrap
 from tests.support.models import tiny_model
 from tests.support.rows import preference_rows
@@ -61,6 +70,7 @@ def save_models(folder: Path) -> dict[str, str]:
     """Writes the models that `policy` gives; the environment that makes it give their folders."""
     for seed in (0, 1):
         tiny_model(seed=seed).save_pretrained(folder / f"seed{seed}")
+    tiny_model(head="value").save_pretrained(folder / "reward")
     return {"PREFTUNE_TEST_MODELS": str(folder)}
 
 
@@ -90,6 +100,19 @@ def sft(folder: Path, processes: int, rows: list[dict], **changes: Any) -> SFTTr
     return SFTTrainer(
         model=policy(),
         args=SFTConfig(**options(folder, **changes)),
+        train_dataset=Dataset.from_list(rows),
+        eval_dataset=eval_rows,
+        processing_class=make_tokenizer("plain"),
+    )
+
+
+def reward(folder: Path, processes: int, rows: list[dict], **changes: Any) -> RewardTrainer:
+    models = os.environ.get("PREFTUNE_TEST_MODELS")
+    eval_rows = changes.pop("eval_dataset", None)
+    changes.setdefault("per_device_train_batch_size", BATCH // processes)
+    return RewardTrainer(
+        str(Path(models, "reward")) if models else tiny_model(head="value"),
+        args=RewardConfig(**options(folder, **changes)),
         train_dataset=Dataset.from_list(rows),
         eval_dataset=eval_rows,
         processing_class=make_tokenizer("plain"),
@@ -206,6 +229,47 @@ def _read(parts: list[list[dict]]) -> Any:
         yield from part
 
 
+def rewards(folder: Path, processes: int) -> dict[str, Any]:
+    """W18: a scalar head; extremes over ranks and steps, steps and an eval set that one rank has no last row of."""
+    rows = [row | {"margin": 0.1 * n} for n, row in enumerate(text_rows(7))]
+    changes = {
+        "center_rewards_coefficient": 0.01, "logging_steps": 2, "eval_strategy": "steps", "eval_steps": 2,
+        "per_device_eval_batch_size": 2, "eval_dataset": Dataset.from_list(rows[:5]), "optim": "sgd",
+        "learning_rate": 0.05,
+    }  # fmt: skip
+    trainer = reward(folder, processes, rows, **changes)
+    result = trained(trainer, folder)
+    table = trainer.score_pairs(Dataset.from_list(rows))
+    return result | {"table": {name: values.tolist() for name, values in vars(table).items()}}
+
+
+def kto(folder: Path, processes: int) -> dict[str, Any]:
+    """The baseline is a mean over all ranks; 13 rows, of which the last step holds one; a stream, and an eval set."""
+    rows = [{"prompt": r["prompt"], "completion": r["chosen"], "label": n % 3 > 0} for n, r in enumerate(text_rows(13))]
+    forms: dict[str, dict[str, Any]] = {
+        "set": {}, "accumulated": {"gradient_accumulation_steps": 2}, "stream": {},
+        "budget": {"max_tokens_per_micro_batch": 60, "train_sampling_strategy": "sequential"},
+    }  # fmt: skip
+    result = {}
+    for name, changes in forms.items():
+        trainer = KTOTrainer(
+            model=policy(),
+            ref_model=policy(seed=1),
+            args=KTOConfig(
+                **options(
+                    folder / name, per_device_train_batch_size=BATCH // processes, per_device_eval_batch_size=2,
+                    max_steps=5, eval_strategy="steps", eval_steps=2, **changes, **SGD,
+                )
+            ),
+            train_dataset=stream(rows) if name == "stream" else Dataset.from_list(rows),
+            eval_dataset=Dataset.from_list(rows[:5]),
+            processing_class=make_tokenizer("plain"),
+        )  # fmt: skip
+        result[name] = trained(trainer, folder / name)
+        result[f"{name}_rewards"] = trainer.score_rows(Dataset.from_list(rows[:5])).rewards.tolist()
+    return result
+
+
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -225,11 +289,10 @@ def evaluation(folder: Path, processes: int) -> dict[str, Any]:
 
 
 def judged(folder: Path, processes: int) -> dict[str, Any]:
-    """Evaluation of a model that is not trained at all."""
+    """Evaluation of a model that is not trained at all, with losses that look at the rows beside."""
     rows = text_rows(7)
-    trainer = dpo(
-        folder, processes, ref_model=policy(seed=1), eval_dataset=Dataset.from_list(rows), per_device_eval_batch_size=2
-    )
+    changes = {"loss_type": ["sigmoid", "sft", "aot"], "per_device_eval_batch_size": 2}
+    trainer = dpo(folder, processes, ref_model=policy(seed=1), eval_dataset=Dataset.from_list(rows), **changes)
     return {"eval": numbers_of(trainer.evaluate())}
 
 
@@ -302,6 +365,8 @@ SCENARIOS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
         ragged,
         streaming,
         unequal,
+        rewards,
+        kto,
         evaluation,
         judged,
         stored,

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 
 TRAINED = [
     "sync", "adamw", "bema", "lora_bema", "aot", "checkpointed", "accumulated", "tokens", "ragged", "streaming",
-    "unequal",
+    "unequal", "rewards", "kto",
 ]  # fmt: skip
 EVALUATED = ["evaluation", "judged", "stored"]
 

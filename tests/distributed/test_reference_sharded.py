@@ -115,6 +115,16 @@ def check_fsdp2(rank: int, folder: Path) -> None:
         expected = FrozenCopy(twin).branch_logps(twin, row, layout="tree")
         torch.testing.assert_close(store.branch_logps(policy, row, layout="tree"), expected, rtol=0, atol=1e-4)
 
+    # a row of a stream that one rank does not know yet: the other takes part in its forward
+    late = Stored(reference, folder / "late")
+    late.fill([rows[0]], policy, layout="tree")
+    late.expect_streams()
+    got = late.branch_logps(policy, rows[rank], layout="tree")
+    expected = [reference.branch_logps(policy, row, layout="tree") for row in rows]
+    torch.testing.assert_close(got, expected[rank], rtol=0, atol=1e-4)
+    late.save()
+    assert len(late) == 4
+
 
 def test_fsdp2_equals_one_whole_model(tmp_path):
     launch(check_fsdp2, tmp_path)

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 NAMES = [
     "sync", "adamw", "bema", "lora_bema", "aot", "checkpointed", "tokens", "ragged", "streaming",
-    "evaluation", "judged", "stored",
+    "rewards", "evaluation", "judged", "stored",
 ]  # fmt: skip
 needs_deepspeed = pytest.mark.skipif(not has_deepspeed(), reason="deepspeed is not installed")
 DEEPSPEED = ["deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3-tiny"]

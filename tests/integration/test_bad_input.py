@@ -89,17 +89,6 @@ def test_options_that_contradict(tmp_path, tiny_model, tokenizer, preference_row
         dpo(tmp_path, tiny_model(), tokenizer, rows, peft_config={"r": 4})
 
 
-def test_streaming_cannot_be_precomputed_wherever_it_hides(tmp_path, tiny_model, tokenizer, preference_rows):
-    """R014: also inside a dict of eval sets."""
-    rows = Dataset.from_list(preference_rows["text"])
-    stream = IterableDataset.from_generator(lambda: iter(preference_rows["text"]))
-    for train, evals in ((stream, None), (rows, {"a": rows, "b": stream})):
-        with pytest.raises(ConfigError, match="precompute_ref_log_probs"):
-            dpo(
-                tmp_path, tiny_model(), tokenizer, train, eval_dataset=evals, precompute_ref_log_probs=True, max_steps=1
-            )
-
-
 def test_streaming_trains_and_evaluates(tmp_path, tiny_model, tokenizer, preference_rows):
     stream = IterableDataset.from_generator(lambda: iter(preference_rows["text"]))
     listed = dpo(tmp_path / "a", tiny_model(), tokenizer, preference_rows["text"], train_sampling_strategy="sequential")

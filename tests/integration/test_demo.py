@@ -1,4 +1,4 @@
-"""The demo in short: both acts run, its figures are measured on words that training never saw, and preferences win."""
+"""The demo in short: all acts run, figures are of words that training never saw; preferences and rewards win."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from preftune.cli import demo
 
 
 def test_short_run(tmp_path, capsys):
-    figures = demo.run(tmp_path, sft_steps=40, dpo_steps=20)
+    figures = demo.run(tmp_path, sft_steps=300, dpo_steps=20, grpo_steps=20)
     summed = figures["pair accuracy, summed"]
     assert summed["before"].n == summed["after"].n == 300
     assert summed["after"].value > summed["before"].value + 0.1
     assert {"greedy exact match", "pair accuracy, per token"} <= set(figures)
     printed = capsys.readouterr().out
-    assert "before DPO" in printed and f"{summed['after'].value:.3f}" in printed
+    greedy = figures["greedy exact match, GRPO"]
+    assert greedy["after"].low > greedy["before"].high  # a clear rise in twenty steps
+    assert figures["rewards"][-1] > figures["rewards"][0] + 0.1
+    assert "after SFT" in printed and f"{summed['after'].value:.3f}" in printed
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "model").num_parameters() < 200_000
     assert (tmp_path / "dpo" / "logs" / "metrics.jsonl").stat().st_size > 0
 

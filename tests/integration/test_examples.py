@@ -49,3 +49,31 @@ def test_a_new_pair_loss_in_fewer_than_sixty_lines(tmp_path, tiny_model, tokeniz
     assert losses[0] == pytest.approx(expected, rel=1e-5)
     assert losses[-1] < losses[0]
     assert logged(trainer, "simpo/margin")[0] == pytest.approx(margins.mean(), rel=1e-5)
+
+
+def test_kto(tmp_path, tiny_model, tokenizer, preference_rows):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = Dataset.from_list(preference_rows["text"] * 2)
+    options = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "disable_tqdm": True}
+    trainer = load("kto").train(str(tmp_path / "model"), rows, str(tmp_path / "out"), **options)
+    assert trainer.reference.form == "disabled_adapter"
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+def test_a_new_online_algorithm_in_fewer_than_a_hundred_lines(tmp_path, tiny_model, tokenizer):
+    """GMPO: on-policy the ratio is 1 and the loss -mean(A) = 0; on the second pass tokens leave the bounds."""
+    assert len((EXAMPLES / "extend_online.py").read_text().splitlines()) < 100
+    tiny_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = Dataset.from_list([{"prompt": text} for text in ["the cat", "a dog", "who", "it"]])
+    options = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    options |= {"num_iterations": 2, "learning_rate": 0.1, "epsilon": 0.01, "max_completion_length": 5}
+
+    def short(completions, **_):
+        return [-float(len(text)) for text in completions]
+
+    trainer = load("extend_online").train(str(tmp_path / "model"), rows, short, str(tmp_path / "out"), **options)
+    assert logged(trainer, "loss")[0] == pytest.approx(0.0, abs=1e-6)
+    clipped = logged(trainer, "gmpo/clip_ratio")
+    assert clipped[0] == 0.0 < clipped[1]

@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 
 from preftune import SFTConfig, SFTTrainer
-from preftune.errors import ConfigError, DataFormatError
+from preftune.errors import ConfigError
 from tests.support.runs import logged, options
 
 
@@ -131,6 +131,24 @@ def test_mistakes_are_named(tmp_path, tiny_model, tokenizer, sft_rows, changes, 
         build(tmp_path, tiny_model(), tokenizer, sft_rows["text"], **changes)
 
 
-def test_a_template_without_marks_is_named(tmp_path, tiny_model, make_tokenizer, sft_rows):
-    with pytest.raises((ConfigError, DataFormatError), match="generation"):
-        build(tmp_path, tiny_model(), make_tokenizer("no_markers"), sft_rows["messages"], assistant_only_loss=True)
+def test_a_template_without_marks_scores_the_same_tokens(tmp_path, tiny_model, make_tokenizer, sft_rows):
+    """R059: marks are derived from the template; where none can be, the error says why."""
+    labels = []
+    for variant in ("plain", "no_markers"):
+        tokenizer = make_tokenizer(variant)
+        trainer = build(tmp_path, tiny_model(), tokenizer, sft_rows["messages"], assistant_only_loss=True)
+        labels.append(trainer.train_dataset["labels"][:])
+    assert labels[0] == labels[1]
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}"
+    with pytest.raises(ConfigError, match="no special token"):
+        build(tmp_path, tiny_model(), tokenizer, sft_rows["messages"], assistant_only_loss=True)
+
+
+def test_rows_taken_as_they_are_are_told(tmp_path, tiny_model, tokenizer, caplog):
+    """R074: nothing is cut without preparation, and that is said."""
+    rows = [{"input_ids": [10] * 30, "labels": [10] * 30}] * 2
+    changes = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_length": 8, "max_steps": 1}
+    trainer = build(tmp_path, tiny_model(), tokenizer, rows, **changes)
+    assert "max_length and packing do not act" in caplog.text
+    trainer.train()
+    assert logged(trainer, "num_tokens")[-1] >= 60

@@ -57,7 +57,11 @@ class Recorder:
     def score_pairs(self, rows):
         self.calls.append(f"score {len(rows)}")
         share = SimpleNamespace(value=0.5, low=0.25, high=0.75)
-        return SimpleNamespace(summed=share, per_token=share)
+        return SimpleNamespace(name="pair_accuracy", shares={"summed": share, "per_token": share})
+
+    def score_rows(self, rows):
+        self.calls.append(f"score rows {len(rows)}")
+        return SimpleNamespace(name="row_accuracy", shares={})
 
     def push_to_hub(self):
         self.calls.append("push")
@@ -109,8 +113,17 @@ def test_held_out_pairs_are_scored_before_and_after(capsys):
     assert "before training" in out and "after training" in out
 
 
+def test_labelled_rows_are_scored_too(folder, capsys):
+    rows = [{"prompt": f"p{i}", "completion": f"c{i}", "label": i % 2 == 0} for i in range(8)]
+    (folder / "pairs.json").write_text(json.dumps(rows))
+    trainer = run("--test_split_size", "3", name="kto")
+    assert trainer.calls == ["score rows 3", "train", "save tiny-KTO", "state", "score rows 3", "evaluate"]
+    assert trainer.saved["row_accuracy"] == {}
+    assert capsys.readouterr().out.count("training, ") == 2
+
+
 def test_no_more_pairs_than_needed(monkeypatch):
-    monkeypatch.setattr(train, "MOST_PAIRS", 2)
+    monkeypatch.setattr(train, "MOST_SCORED", 2)
     assert "score 2" in run("--test_split_size", "3").calls
 
 
@@ -206,7 +219,5 @@ def test_device_map_of_quantised_weights(monkeypatch):
 
 
 def test_streams_are_not_scored():
-    assert (
-        train.score_pairs(COMMANDS["dpo"], SimpleNamespace(eval_dataset=Dataset.from_list(ROWS).to_iterable_dataset()))
-        is None
-    )
+    streamed = Dataset.from_list(ROWS).to_iterable_dataset()
+    assert train.score_held_out(COMMANDS["dpo"], SimpleNamespace(eval_dataset=streamed)) is None

@@ -53,6 +53,19 @@ def test_a_window_cut_by_a_checkpoint_ends_the_same(values, data):
     assert whole.reduce() == {}
 
 
+def test_extremes_show_what_is_no_number_whatever_rank_saw_it():
+    ranks = [RunningMetrics(), RunningMetrics()]
+    for first, second in ((0, 1), (1, 0)):
+        ranks[first].add_extremes("x", torch.tensor([1.0, 2.0]))
+        ranks[second].add_extremes("x", torch.tensor([float("nan"), 3.0]))
+        both = merged(rank.state_dict() for rank in ranks)
+        assert all(value != value for _, value, _ in both.values()) and set(both) == {"min_x", "max_x"}
+        assert all(value != value for value in ranks[second].reduce().values())
+        ranks[first].clear()
+    ranks[0].add_extremes("x", torch.tensor([]))
+    assert ranks[0].reduce() == {}
+
+
 def test_gradient_is_not_kept():
     metrics = RunningMetrics()
     x = torch.tensor([2.0], requires_grad=True)
@@ -78,3 +91,16 @@ def test_accumulators_together():
     together = RunningMetrics()
     together.load_state_dict(merged(rank.state_dict() for rank in ranks))
     assert together.reduce() == {"m": 3.0, "min_x": 2.0, "max_x": 6.0}
+
+
+def test_difference_of_two_means_over_all_that_was_added():
+    """Batches of one kind each: (1 + 3 + 5) / 3 - (2 + 10) / 2 = -3, whatever each of them holds."""
+    metrics = RunningMetrics()
+    metrics.differences["gap"] = ("a", "b")
+    metrics.add("a", torch.tensor([1.0, 3.0]))
+    assert metrics.reduce("eval_") == {"eval_a": 2.0}
+    metrics.add("a", torch.tensor([1.0, 3.0]))
+    metrics.add("b", torch.tensor([2.0]))
+    metrics.add("b", torch.tensor([10.0, 7.0]), torch.tensor([True, False]))
+    metrics.add("a", torch.tensor([5.0]))
+    assert metrics.reduce("eval_") == {"eval_a": 3.0, "eval_b": 6.0, "eval_gap": -3.0}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from preftune.trainers.pairs import PairTable, bootstrap_share
+from preftune.trainers.pairs import PairTable, RewardTable, bootstrap_share
 
 
 def test_summed_and_per_token_differ():
@@ -17,6 +17,12 @@ def test_summed_and_per_token_differ():
 def test_ties_do_not_count():
     table = PairTable(np.array([-1.0]), np.array([-1.0]), np.array([1.0]), np.array([1.0]))
     assert table.summed.value == 0.0
+
+
+def test_scores_of_a_reward_model_are_compared_as_they_are():
+    table = RewardTable(np.array([1.0, -2.0, 0.5]), np.array([0.0, -1.0, 0.5]))
+    assert list(table.shares) == ["accuracy"] and table.accuracy.value == pytest.approx(1 / 3)
+    assert str(table).endswith("of 3; mean score: chosen -0.167, rejected -0.167")
 
 
 def test_interval_is_that_of_the_binomial():

@@ -1,0 +1,166 @@
+"""From the groups of a round to what a loss sees: log-probabilities, rows, and which groups need a backward pass.
+
+One forward a micro-batch; old and reference log-probabilities are computed once a round and travel with the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from preftune.models.attention import Layout
+from preftune.models.logprobs import token_scores
+from preftune.models.reference import LiveReference, ReferenceModel
+from preftune.models.reference_base import evaluating
+from preftune.trainers.groups import Group, by_number, cut_into, row_index, stored_values, tree_of, within_budget
+from preftune.trainers.metrics import RunningMetrics
+from preftune.types import LossOutput, PolicyTokens, TokenScores
+
+
+@torch.no_grad()
+def score_groups(
+    groups: Sequence[Group],
+    policy: nn.Module,
+    *,
+    reference: ReferenceModel | None = None,
+    layout: Layout,
+    temperature: float,
+    rows: int,
+    max_tokens: int | None,
+    device: Any,
+) -> dict[int, np.ndarray]:
+    """Log-probabilities of every completion by its number, under `reference` or else the policy as it is now.
+
+    Without dropout, in parts of `rows` completions and at most `max_tokens` tokens.
+    """
+    known: dict[int, np.ndarray] = {}
+    for part in cut_into(groups, rows):
+        for few in within_budget(part, max_tokens):
+            tree = tree_of(few).to(device)
+            with evaluating(policy):
+                if reference is None:
+                    scores = token_scores(policy, tree, layout=layout, temperature=temperature)
+                else:
+                    live = cast(LiveReference, reference)
+                    scores = live.token_scores(policy, tree, layout=layout, temperature=temperature)
+            known |= by_number(few, scores.logps)
+    return known
+
+
+def agree(groups: Sequence[Group], name: str, known: dict[int, np.ndarray], tolerance: float) -> bool:
+    """Whether one kind of stored log-probabilities is that of `known` to within `tolerance`, token by token."""
+    stored = {n: values for group in groups for n, values in zip(group.numbers, group.logps[name], strict=True)}
+    return all(np.allclose(known[n], values, rtol=0, atol=tolerance) for n, values in stored.items())
+
+
+def summed_gaps(groups: Sequence[Group], name: str, other: str) -> np.ndarray:
+    """`[rows]` by number: the sum over tokens of one kind of log-probabilities less another; 0 where `other` is not."""
+    sums = np.zeros(sum(group.rows for group in groups))
+    for group in groups:
+        if other in group.logps:
+            for number, values, less in zip(group.numbers, group.logps[name], group.logps[other], strict=True):
+                sums[number] = (values.astype(np.float64) - less).sum()
+    return sums
+
+
+def with_tokens(groups: Sequence[Group]) -> list[Group]:
+    """The completions that have tokens to score."""
+    scored = [group.select([i for i, mask in enumerate(group.masks) if mask.any()]) for group in groups]
+    return [group for group in scored if group.rows]
+
+
+def stand_in(groups: Sequence[Group]) -> Group:
+    """One completion with one token to score, for a batch that has none: its loss is to be multiplied by 0."""
+    first = next(group.select([i]) for group in groups for i, ids in enumerate(group.completion_ids) if len(ids))
+    mask = np.arange(len(first.completion_ids[0])) == 0
+    return replace(first, masks=[mask], logps={name: [np.zeros(1, np.float32)] for name in first.logps})
+
+
+def learning_parts(
+    groups: Sequence[Group], *, keep_flat: bool, max_tokens: int | None
+) -> list[tuple[list[Group], bool]]:
+    """Micro-batches within the budget, and whether each has a gradient; those without one come first.
+
+    Groups whose advantages are all 0 have the gradient 0 exactly, unless `keep_flat` says otherwise. One part at least
+    has a backward pass, so that optimizer and ranks take their step: where all are flat, that of one completion.
+    """
+    flat = [] if keep_flat else [group for group in groups if group.is_flat]
+    learning = [group for group in groups if keep_flat or not group.is_flat]
+    if not learning:
+        smallest = min(range(len(flat)), key=lambda i: flat[i].flat_tokens)
+        whole = flat.pop(smallest)
+        learning = [whole.select([0])]
+        flat += [whole.select(range(1, whole.rows))] if whole.rows > 1 else []
+    looked_at = [(few, False) for few in within_budget(flat, max_tokens)] if flat else []
+    return looked_at + [(few, True) for few in within_budget(learning, max_tokens)]
+
+
+def policy_tokens(
+    groups: Sequence[Group],
+    model: nn.Module,
+    *,
+    layout: Layout,
+    temperature: float,
+    on_policy: bool,
+    entropy_has_grad: bool,
+    device: Any,
+) -> tuple[PolicyTokens, TokenScores]:
+    """What the loss sees of the groups, in one forward; gradients flow into `logps`, and `entropy` where asked."""
+    tree = tree_of(groups).to(device)
+    scores = token_scores(
+        model,
+        tree,
+        layout=layout,
+        temperature=temperature,
+        outputs=frozenset({"entropy"}),
+        entropy_has_grad=entropy_has_grad,
+    )
+    index = row_index(groups, tree)
+
+    def stored(name: str) -> Tensor | None:
+        values = stored_values(groups, name, device)
+        return None if values is None else index.rows(values)
+
+    assert scores.entropy is not None
+    advantages = torch.from_numpy(np.concatenate([group.advantages for group in groups])).float()
+    tokens = PolicyTokens(
+        logps=index.rows(scores.logps),
+        old_logps=None if on_policy else stored("old"),
+        advantages=advantages.to(device),
+        mask=index.rows(torch.ones_like(scores.entropy)),
+        ref_logps=stored("ref"),
+        sampler_logps=stored("sampler"),
+        entropy=index.rows(scores.entropy),
+    )
+    return tokens, scores
+
+
+def entropy_sums(tokens: PolicyTokens) -> Tensor:
+    """`[2]` float64: summed entropy of the scored tokens, and how many there are."""
+    assert tokens.entropy is not None
+    return torch.stack([tokens.entropy.detach().double().sum(), tokens.mask.double().sum()])
+
+
+def record_tokens(metrics: RunningMetrics, tokens: PolicyTokens, output: LossOutput) -> None:
+    """Adds what a loss reports, the entropy, and how far the sampler's log-probabilities are from the trainer's.
+
+    `[B, T]` values are averaged over scored tokens. A name that ends in min or max asks for that extreme.
+    """
+    is_scored = tokens.mask > 0
+    assert tokens.entropy is not None
+    values = {**output.metrics, "entropy": tokens.entropy}
+    if tokens.sampler_logps is not None:
+        gap = (tokens.logps.detach() if tokens.old_logps is None else tokens.old_logps) - tokens.sampler_logps
+        values |= {f"sampling/sampling_logp_difference/{kind}": gap.abs() for kind in ("mean", "max")}
+    for name, value in values.items():
+        seen = value[is_scored] if value.shape == tokens.mask.shape else value
+        kind = name.replace("/", "_").rpartition("_")[2]
+        if kind == "min" or kind == "max":
+            metrics.add_extreme(name, seen, kind)
+        else:
+            metrics.add(name, seen)

@@ -1,0 +1,201 @@
+"""What is known of the completions of a round once they have their rewards: texts, figures to log, a checkpoint's part.
+
+Figures are over all ranks: rows are gathered before anything is averaged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preftune.errors import ConfigError
+from preftune.losses.advantages import is_flat
+from preftune.rewards.base import RewardRunner, RewardTable
+from preftune.trainers.groups import Group
+from preftune.trainers.metrics import RunningMetrics
+from preftune.types import Rollouts
+
+NOT_FOR_REWARDS = ("prompt", "prompt_ids", "completion", "completion_ids")
+
+
+@dataclass
+class Round:
+    """This rank's completions of a round, dealt to the micro-steps of one pass over them."""
+
+    epoch: int
+    number: int
+    parts: list[list[Group]]
+
+    def state_dict(self) -> dict[str, Any]:
+        parts = {str(i): {str(j): g.state_dict() for j, g in enumerate(part)} for i, part in enumerate(self.parts)}
+        return {"epoch": self.epoch, "number": self.number, "parts": parts}
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any]) -> Round:
+        parts = [[Group.from_state(group) for group in part.values()] for part in state["parts"].values()]
+        return cls(state["epoch"], state["number"], parts)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Completions of one rank with their rewards; every list has one entry a completion.
+
+    Attributes:
+        prompts, completions: As reward functions saw them: texts or messages.
+        lengths: Tokens that the policy drew.
+        is_terminated: Whether it ended by itself.
+        table: The rewards.
+    """
+
+    prompts: Sequence[Any]
+    completions: Sequence[Any]
+    lengths: np.ndarray
+    is_terminated: np.ndarray
+    table: RewardTable
+
+    @classmethod
+    def of(cls, prompts: Sequence[Any], completions: Sequence[Any], rollouts: Rollouts, table: RewardTable) -> Scored:
+        drawn = rollouts.masks if rollouts.masks is not None else [[1] * len(ids) for ids in rollouts.completion_ids]
+        lengths = np.array([sum(mask) for mask in drawn], np.float64)
+        ended = np.array([reason == "stop" for reason in rollouts.finish_reasons], np.float64)
+        return cls(prompts, completions, lengths, ended, table)
+
+    def figures(self) -> np.ndarray:
+        """`[rows, K + 2]`: rewards, length, terminated."""
+        return np.column_stack([self.table.values, self.lengths, self.is_terminated])
+
+
+def reward_runner(args: Any, reward_funcs: Any, processing_classes: Any) -> RewardRunner:
+    """What rewards completions, as an `OnlineConfig` says.
+
+    Raises:
+        ConfigError: something that is no reward function, or not one weight for each.
+    """
+    runner = RewardRunner(
+        reward_funcs,
+        timeout=args.reward_timeout,
+        on_error=args.on_reward_error,
+        processes=args.reward_processes,
+        processing_classes=processing_classes,
+    )
+    weights = args.reward_weights
+    if weights is not None and len(weights) != len(runner.names):
+        raise ConfigError(
+            f"reward_weights has {len(weights)} numbers, and there are {len(runner.names)} reward functions: "
+            f"{', '.join(runner.names)}. Give one weight for each, or none."
+        )
+    return runner
+
+
+def units_of_rank(args: Any, prompts: int) -> tuple[list[tuple[int, int]], int]:
+    """(prompt, part of its group) of each unit that this rank draws, and the completions of a unit.
+
+    A rank's part of a round need not be whole groups; over ranks in order the units are all completions of the round.
+
+    Args:
+        args: An `OnlineConfig`.
+        prompts: Distinct prompts of the round.
+    """
+    mine = args.resolved_generation_batch_size // args.world_size
+    size = math.gcd(mine, args.num_generations)
+    units = [(prompt, part) for prompt in range(prompts) for part in range(args.num_generations // size)]
+    count = len(units) // args.world_size
+    return units[args.process_index * count :][:count], size
+
+
+def groups_of(rollouts: Rollouts, prompts: Sequence[int], *, mask_truncated: bool) -> list[Group]:
+    """Completions by prompt, numbered in order, without advantages yet.
+
+    Args:
+        prompts: The number of each unit's prompt; neighbours of one number become one group.
+        mask_truncated: Whether completions that ran out of their budget are left out of the loss.
+    """
+    size = rollouts.num_generations
+    groups: list[tuple[int, Group]] = []
+    for unit, prompt in enumerate(prompts):
+        rows = range(unit * size, (unit + 1) * size)
+        masks = [_learned(rollouts, i, mask_truncated) for i in rows]
+        logps = {}
+        if rollouts.logps is not None:
+            drawn = [np.asarray(rollouts.logps[i], np.float32) for i in rows]
+            logps["sampler"] = [values[mask] for values, mask in zip(drawn, masks, strict=True)]
+        ids = [rollouts.completion_ids[i] for i in rows]
+        group = Group(rollouts.prompt_ids[unit], ids, masks, np.zeros(size), list(rows), logps)
+        if groups and groups[-1][0] == prompt:
+            group = groups.pop()[1].joined(group)
+        groups.append((prompt, group))
+    return [group for _, group in groups]
+
+
+def _learned(rollouts: Rollouts, row: int, mask_truncated: bool) -> np.ndarray:
+    length = len(rollouts.completion_ids[row])
+    if mask_truncated and rollouts.finish_reasons[row] == "length":
+        return np.zeros(length, bool)
+    return np.ones(length, bool) if rollouts.masks is None else np.asarray(rollouts.masks[row], bool)
+
+
+def completion_texts(tokenizer: Any, prompts: Sequence[Any], rollouts: Rollouts) -> list[Any]:
+    """Completions as reward functions see them: text, or one assistant message where the prompt is messages."""
+    given = rollouts.columns.get("completions")
+    if given is not None:
+        return list(given)
+    texts = tokenizer.batch_decode([list(ids) for ids in rollouts.completion_ids], skip_special_tokens=True)
+    return [
+        text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
+        for prompt, text in zip(prompts, texts)
+    ]
+
+
+def completion_columns(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> dict[str, list[Any]]:
+    """The columns of the data, and those the rollout added, one entry a completion."""
+    names = dict.fromkeys(name for row in rows for name in row if name not in NOT_FOR_REWARDS)
+    columns = {name: [row.get(name) for row in rows] for name in names}
+    return columns | {name: list(values) for name, values in rollouts.columns.items() if name != "completions"}
+
+
+Figures = dict[str, tuple[float, float]]
+"""Name -> value and weight; where the last part of a name begins with min or max it is an extreme, without weight."""
+
+
+def reward_figures(names: Sequence[str], rewards_PGK: Tensor, combined_PG: Tensor) -> Figures:
+    """Means and sample deviations over all completions of a round; rows to which nothing applied are left out."""
+    figures: Figures = {}
+    for k, name in enumerate(names):
+        figures |= _mean_and_std(rewards_PGK[..., k], f"rewards/{name}/mean", f"rewards/{name}/std")
+    figures |= _mean_and_std(combined_PG, "reward", "reward_std")
+    return figures | {"frac_reward_zero_std": (is_flat(combined_PG).double().mean().item(), len(combined_PG))}
+
+
+def length_figures(lengths: np.ndarray, is_terminated: np.ndarray) -> Figures:
+    """Lengths of all completions, and of those that ended by themselves, if any did."""
+    figures: Figures = {"completions/clipped_ratio": (float(1 - is_terminated.mean()), len(lengths))}
+    for kind, values in (("length", lengths), ("terminated_length", lengths[is_terminated > 0])):
+        if len(values):
+            figures[f"completions/mean_{kind}"] = float(values.mean()), len(values)
+            figures[f"completions/min_{kind}"] = float(values.min()), 1
+            figures[f"completions/max_{kind}"] = float(values.max()), 1
+    return figures
+
+
+def add_figures(metrics: RunningMetrics, figures: Figures) -> None:
+    """Means by their weights; the extremes over all that is added until the next log."""
+    for name, (value, weight) in figures.items():
+        kind = name.rpartition("/")[2].partition("_")[0]
+        if kind == "min" or kind == "max":
+            metrics.add_extreme(name, torch.tensor(value), kind)
+        else:
+            metrics.add(name, torch.tensor(value), torch.tensor(float(weight)))
+
+
+def _mean_and_std(values: Tensor, mean: str, std: str) -> Figures:
+    values = values[~values.isnan()]
+    if not len(values):
+        return {}
+    spread = values.std().item() if len(values) > 1 else 0.0
+    return {mean: (values.mean().item(), len(values)), std: (spread, len(values))}

@@ -1,0 +1,275 @@
+"""Online trainers end to end on a tiny model: the step is the one a slow loop gives, however it is cut; resume; eval.
+
+The reward is the share of lower-case letters, which differs between completions of an untrained model.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+from preftune import BEMACallback
+from preftune.configs.grpo import GRPOConfig
+from preftune.configs.rloo import RLOOConfig
+from preftune.errors import ConfigError, DataFormatError
+from preftune.trainers.grpo import GRPOTrainer
+from preftune.trainers.online import OnlineTrainer
+from preftune.trainers.rloo import RLOOTrainer
+from tests.support.runs import die, digest, killed, logged, options
+
+PROMPTS = ["the cat", "a longer prompt here", "dog", "one more of them", "who", "and the last one"]
+
+
+def letters(completions, **_):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [sum(map(str.islower, text)) / max(len(text), 1) for text in texts]
+
+
+def build(tmp_path, tiny_model, tokenizer, algorithm="grpo", *, model=None, reward=letters, rows=PROMPTS, **changes):
+    config, trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[algorithm]
+    peft_config, callbacks = changes.pop("peft_config", None), changes.pop("callbacks", None)
+    eval_dataset = changes.pop("eval_dataset", None)
+    defaults = {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8, "beta": 0.0}
+    return trainer(
+        model=tiny_model() if model is None else model,
+        reward_funcs=reward,
+        args=config(**options(tmp_path, **defaults | changes)),
+        train_dataset=Dataset.from_list([{"prompt": text} for text in rows]),
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer,
+        peft_config=peft_config,
+        callbacks=callbacks,
+    )
+
+
+def flat_weights(trainer):
+    return torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+
+SGD = {"optim": "sgd", "max_grad_norm": 0.0, "max_steps": 1}
+
+
+def test_a_step_is_that_of_a_slow_loop(tmp_path, tiny_model, tokenizer):
+    """Weights move by -lr times the gradient of the mean over tokens of -A log p, one padded row at a time."""
+    trainer = build(tmp_path, tiny_model, tokenizer, **SGD)
+    before = flat_weights(trainer)
+    trainer.train()
+    model = tiny_model().double()
+    rows = [(g, i) for part in trainer._round.parts for g in part for i in range(g.rows)]
+    tokens = sum(len(g.completion_ids[i]) for g, i in rows)
+    loss = 0.0
+    for group, i in rows:
+        prompt, answer = list(group.prompt_ids), list(group.completion_ids[i])
+        logps = model(torch.tensor([prompt + answer])).logits[0].log_softmax(-1)
+        for place, token in enumerate(answer, start=len(prompt)):
+            loss = loss - group.advantages[i] * logps[place - 1, token] / tokens
+    loss.backward()
+    gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
+    assert torch.allclose(flat_weights(trainer) - before, -1e-2 * gradient.float(), atol=1e-7)
+    assert any(group.advantages.any() for group, _ in rows)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_the_cut_of_a_step_changes_nothing(tmp_path, tiny_model, tokenizer, algorithm):
+    beta = {"beta": 0.1}
+    cuts = [
+        {"per_device_train_batch_size": 16},
+        {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2},
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8},
+        {"per_device_train_batch_size": 16, "max_tokens_per_micro_batch": 40},
+    ]
+    ends = []
+    for n, cut in enumerate(cuts):
+        trainer = build(tmp_path / str(n), tiny_model, tokenizer, algorithm, **SGD | beta | cut | {"max_steps": 2})
+        trainer.train()
+        ends.append((flat_weights(trainer), logged(trainer, "loss"), logged(trainer, "reward")))
+    for weights, losses, rewards in ends[1:]:
+        assert torch.allclose(weights, ends[0][0], atol=2e-6)
+        assert losses == pytest.approx(ends[0][1], abs=2e-6)
+        assert rewards == pytest.approx(ends[0][2])
+
+
+def test_groups_without_signal_cost_nothing_and_change_nothing(tmp_path, tiny_model, tokenizer, monkeypatch):
+    """With a reward that tells nothing for most prompts, leaving their backward out gives the same weights."""
+
+    def sparse(prompts, completions, **_):
+        return [value if "cat" in prompt else 0.5 for prompt, value in zip(prompts, letters(completions))]
+
+    how = SGD | {"reward": sparse, "per_device_train_batch_size": 24, "max_steps": 2}
+    trainer = build(tmp_path / "a", tiny_model, tokenizer, **how)
+    trainer.train()
+    monkeypatch.setattr(OnlineTrainer, "learns_from_flat", True)
+    whole = build(tmp_path / "b", tiny_model, tokenizer, **how)
+    whole.train()
+    assert torch.allclose(flat_weights(trainer), flat_weights(whole), atol=1e-6)
+    assert logged(trainer, "entropy") == pytest.approx(logged(whole, "entropy"), abs=1e-6)
+    assert logged(trainer, "frac_reward_zero_std") == [pytest.approx(5 / 6)] * 2
+
+
+REUSED = {"num_iterations": 2, "steps_per_generation": 2, "gradient_accumulation_steps": 1, "max_steps": 6}
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+def test_killed_in_a_round_and_resumed(tmp_path, tiny_model, tokenizer, algorithm):
+    """Three rounds of four micro-steps; the checkpoint of step 3 lies in the first, that of step 6 in the second."""
+    moving = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2}
+    saving = {"save_strategy": "steps", "save_steps": 3, "max_steps": 9, "temperature": 0.7}
+    parts = (tiny_model, tokenizer, algorithm)
+    straight = build(tmp_path / "a", *parts, **REUSED | moving | saving)
+    straight.train()
+
+    def run() -> None:
+        trainer = build(tmp_path / "b", *parts, **REUSED | moving | saving)
+        step, calls = trainer.training_step, []
+
+        def fatal(*args, **kwargs):
+            calls.append(1)
+            return die() if len(calls) == 8 else step(*args, **kwargs)
+
+        trainer.training_step = fatal
+        trainer.train()
+
+    assert killed(run) == signal.SIGKILL
+    resumed = build(tmp_path / "b", *parts, **REUSED | moving | saving)
+    resumed.train(resume_from_checkpoint=True)
+    assert digest(resumed) == digest(straight)
+    assert logged(resumed, "reward") == logged(straight, "reward")
+    assert (tmp_path / "a" / "checkpoint-3" / "preftune_rank_0.safetensors").exists()
+
+
+def test_resumed_in_a_later_epoch(tmp_path, tiny_model, tokenizer):
+    """Six prompts, two a round: three steps an epoch; the second epoch has an order of its own, also after a resume."""
+    saving = {"save_strategy": "steps", "save_steps": 4, "max_steps": 6}
+    straight = build(tmp_path / "a", tiny_model, tokenizer, **saving)
+    straight.train()
+    resumed = build(tmp_path / "b", tiny_model, tokenizer, **saving)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+    assert digest(resumed) == digest(straight)
+
+
+def test_reused_completions_are_weighed_by_the_ratio(tmp_path, tiny_model, tokenizer):
+    """After an update the ratio is that to the policy that drew: with a large step some tokens are clipped."""
+    trainer = build(tmp_path, tiny_model, tokenizer, learning_rate=0.1, epsilon=0.01, **REUSED)
+    trainer.train()
+    clipped = logged(trainer, "clip_ratio/region_mean")
+    assert clipped[0] == 0.0  # the first step of a round is on-policy
+    assert max(clipped[1:4]) > 0.0
+    # the sampler's log-probabilities serve as the old ones: no gap
+    assert max(logged(trainer, "sampling/sampling_logp_difference/max")) < 1e-4
+
+
+def test_evaluation_draws_the_same_and_leaves_no_trace(tmp_path, tiny_model, tokenizer):
+    rows = Dataset.from_list([{"prompt": text} for text in ["abc", "who is", "it"]])
+    how = {"eval_dataset": rows, "per_device_eval_batch_size": 4, "num_generations_eval": 2}
+    trainer = build(tmp_path / "a", tiny_model, tokenizer, eval_strategy="steps", eval_steps=1, **how)
+    first, second = trainer.evaluate(), trainer.evaluate()
+    timed = ("runtime", "per_second", "seconds_per_sample")
+    assert {k: v for k, v in first.items() if not k.endswith(timed)} == {
+        k: v for k, v in second.items() if not k.endswith(timed)
+    }
+    assert {"eval_reward", "eval_loss", "eval_entropy", "eval_completions/mean_length"} <= set(first)
+    trainer.train()
+    alone = build(tmp_path / "b", tiny_model, tokenizer)
+    alone.train()
+    assert digest(trainer) == digest(alone)
+
+
+def test_eval_batches_change_no_metric(tmp_path, tiny_model, tokenizer):
+    rows = Dataset.from_list([{"prompt": text} for text in PROMPTS[:5]])
+    found = []
+    for size in (2, 4, 10):
+        trainer = build(
+            tmp_path / str(size), tiny_model, tokenizer, num_generations_eval=2, per_device_eval_batch_size=size
+        )
+        found.append(trainer.evaluate(rows))
+    for name in ("eval_reward", "eval_loss", "eval_entropy", "eval_completions/mean_length"):
+        assert [m[name] for m in found] == pytest.approx([found[0][name]] * 3, abs=1e-6), name
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("mover", ["sync", "bema"])
+def test_the_reference_moves(tmp_path, tiny_model, tokenizer, algorithm, lora, mover):
+    moving = {
+        "sync": {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 1.0},
+        "bema": {"bema_ref_model": True, "bema_update_freq": 1, "ref_model_update_freq": 1, "bema_lag": 1},
+    }[mover]
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"]) if lora else None
+    trainer = build(tmp_path, tiny_model, tokenizer, algorithm, beta=0.1, max_steps=3, peft_config=adapter, **moving)
+    trainer.train()
+    assert trainer.reference.form == ("reference_adapter" if lora else "frozen_copy")
+    if mover == "sync":
+        assert trainer.reference.drift(trainer.model) == 0.0
+    assert logged(trainer, "sampling/sampling_logp_difference/max")[0] < 1e-4
+
+
+def test_kl_of_a_fixed_reference(tmp_path, tiny_model, tokenizer):
+    trainer = build(tmp_path, tiny_model, tokenizer, beta=0.1)
+    trainer.train()
+    kl = logged(trainer, "kl")
+    assert kl[0] == 0.0
+    assert 0 < kl[-1] < 1
+
+
+def test_completions_that_end_at_once_or_never_are_trained_on(tmp_path, tiny_model, tokenizer):
+    how = {"mask_truncated_completions": True, "max_completion_length": 1}
+    trainer = build(tmp_path, tiny_model, tokenizer, **how)
+    before = flat_weights(trainer)
+    trainer.train()  # nearly all completions are cut off: nothing to learn, no NaN
+    assert all(map(math.isfinite, logged(trainer, "loss")))
+    assert torch.isfinite(flat_weights(trainer)).all()
+    assert logged(trainer, "completions/clipped_ratio")[0] > 0.9
+    assert torch.equal(before, flat_weights(trainer)) or logged(trainer, "completions/clipped_ratio")[0] < 1.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss_type": "grpo"},
+        {"loss_type": "dr_grpo", "scale_rewards": "none"},
+        {"loss_type": "cispo"},
+        {"loss_type": "sapo"},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+        {"loss_type": "vespo"},
+        {"top_entropy_quantile": 0.2},
+        {"entropy_coef": 0.1},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0, "top_entropy_quantile": 0.5},
+        {"off_policy_mask_threshold": 0.0},
+        {"rollout_precision": "bfloat16"},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+    ],
+    ids=lambda changes: "-".join(map(str, changes.values())),
+)
+def test_every_option_trains_and_is_cut_alike(tmp_path, tiny_model, tokenizer, changes):
+    """The weights do not depend on how the step is cut, whatever the statistic over the step."""
+    ends = []
+    for n, cut in enumerate(
+        [{}, {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "steps_per_generation": 8}]
+    ):
+        trainer = build(tmp_path / str(n), tiny_model, tokenizer, **SGD | REUSED | {"max_steps": 2} | changes | cut)
+        trainer.train()
+        ends.append(flat_weights(trainer))
+    assert torch.allclose(ends[0], ends[1], atol=2e-6)
+    assert not torch.equal(ends[0], torch.cat([p.flatten() for p in tiny_model().parameters()]))
+
+
+def test_mistakes_are_named_before_the_run(tmp_path, tiny_model, tokenizer):
+    with pytest.raises(DataFormatError, match="2 usable rows and a generation round takes 4"):
+        build(tmp_path, tiny_model, tokenizer, rows=PROMPTS[:2], per_device_train_batch_size=16).train()
+    with pytest.raises(ConfigError, match="reward_weights has 2 numbers, and there are 1"):
+        build(tmp_path, tiny_model, tokenizer, reward_weights=[1.0, 2.0])
+    with pytest.raises(ConfigError, match="beta=0"):
+        build(tmp_path, tiny_model, tokenizer, callbacks=[BEMACallback(update_ref_model=True)])
+    with pytest.raises(DataFormatError, match="prompt"):
+        GRPOTrainer(
+            model=tiny_model(),
+            reward_funcs=letters,
+            args=GRPOConfig(**options(tmp_path, per_device_train_batch_size=8)),
+            train_dataset=Dataset.from_list([{"question": "a"}] * 8),
+            processing_class=tokenizer,
+        )

@@ -1,0 +1,1 @@
+"""Whole runs that must learn; minutes long, so outside `make test`."""
