@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from preftune.callbacks.isolation import isolated
 from preftune.errors import ConfigError, DataFormatError
+from preftune.models.isolation import isolated
 
 if TYPE_CHECKING:
     from preftune.trainers.base import BaseTrainer

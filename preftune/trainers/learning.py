@@ -5,7 +5,7 @@ One forward a micro-batch; old and reference log-probabilities are computed once
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -20,6 +20,9 @@ from preftune.models.reference_base import evaluating
 from preftune.trainers.groups import Group, by_number, cut_into, row_index, stored_values, tree_of, within_budget
 from preftune.trainers.metrics import RunningMetrics
 from preftune.types import LossOutput, PolicyTokens, TokenScores
+
+AGREEMENT = 1e-4
+"""Largest gap at which the sampler's log-probabilities stand for the policy's own."""
 
 
 @torch.no_grad()
@@ -52,10 +55,36 @@ def score_groups(
     return known
 
 
-def agree(groups: Sequence[Group], name: str, known: dict[int, np.ndarray], tolerance: float) -> bool:
-    """Whether one kind of stored log-probabilities is that of `known` to within `tolerance`, token by token."""
-    stored = {n: values for group in groups for n, values in zip(group.numbers, group.logps[name], strict=True)}
-    return all(np.allclose(known[n], values, rtol=0, atol=tolerance) for n, values in stored.items())
+def with_logps(
+    groups: list[Group],
+    score: Callable[[list[Group], ReferenceModel | None], dict[int, np.ndarray]],
+    *,
+    old: bool,
+    reference: ReferenceModel | None,
+    trusts_sampler: bool,
+) -> list[Group]:
+    """Groups with the "old" log-probabilities, where asked, and those of the reference ("ref"), where there is one.
+
+    Args:
+        score: Log-probabilities of groups under a reference, or (None) the policy.
+        trusts_sampler: Whether the sampler's own may serve as the old ones; they do where those of the first group
+            agree with the policy's to `AGREEMENT`.
+    """
+    if old and trusts_sampler and all("sampler" in group.logps for group in groups) and _agree(groups[:1], score):
+        groups = [g.with_logps("old", dict(zip(g.numbers, g.logps["sampler"], strict=True))) for g in groups]
+    elif old:
+        known = score(groups, None)
+        groups = [group.with_logps("old", known) for group in groups]
+    if reference is not None:
+        known = score(groups, reference)
+        groups = [group.with_logps("ref", known) for group in groups]
+    return groups
+
+
+def _agree(groups: list[Group], score: Callable[[list[Group], None], dict[int, np.ndarray]]) -> bool:
+    known = score(groups, None)
+    drawn = {n: values for group in groups for n, values in zip(group.numbers, group.logps["sampler"], strict=True)}
+    return all(np.allclose(known[n], values, rtol=0, atol=AGREEMENT) for n, values in drawn.items())
 
 
 def summed_gaps(groups: Sequence[Group], name: str, other: str) -> np.ndarray:

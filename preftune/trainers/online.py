@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from preftune.callbacks.attach import moves_reference
+from preftune.callbacks.round_completions import RoundCompletionsCallback, show_completions
+from preftune.data.columns import column_names
 from preftune.data.prompts import prepare_prompts
 from preftune.data.report import DataReport
 from preftune.data.rounds import MicroStep, RoundLoader, eval_loader, round_loader
@@ -30,7 +32,6 @@ from preftune.rollouts.choose import make_backend, sampling_of
 from preftune.trainers.base import RawData, default_output_dir
 from preftune.trainers.groups import Group, cut_into
 from preftune.trainers.learning import (
-    agree,
     entropy_sums,
     learning_parts,
     policy_tokens,
@@ -38,11 +39,13 @@ from preftune.trainers.learning import (
     score_groups,
     stand_in,
     summed_gaps,
+    with_logps,
     with_tokens,
 )
 from preftune.trainers.metrics import RunningMetrics
 from preftune.trainers.placing import placed
 from preftune.trainers.rounds import (
+    NOT_FOR_REWARDS,
     Round,
     Scored,
     add_figures,
@@ -52,14 +55,13 @@ from preftune.trainers.rounds import (
     length_figures,
     reward_figures,
     reward_runner,
+    seed_of,
     units_of_rank,
 )
 from preftune.trainers.shares import Batch
 from preftune.trainers.step import StepTotals, StepTrainer
 from preftune.types import LossOutput, PolicyTokens, Rollouts, Sampling, TokenScores
 
-AGREEMENT = 1e-4
-"""Largest gap at which the sampler's log-probabilities stand for the policy's own."""
 EVALUATION = 0xE7A1
 """First part of the keys of evaluation's random streams, which have two parts; those of training have four."""
 
@@ -99,9 +101,13 @@ class OnlineTrainer(StepTrainer):
         self._round: Round | None = None
         self._is_mid_round = False
         super().__init__(model, args, callbacks=callbacks, **rest)
+        for reward_model in self.rewards.models:
+            reward_model.model.to(self.args.device)
         self.sampling = sampling_of(self.args, self.eos_token_ids)
         self.backend = rollout_backend or make_backend(self.args, self.model, self.tokenizer)
         self._loader: RoundLoader | None = None
+        if self.args.log_completions:
+            self.add_callback(RoundCompletionsCallback(self))
 
     # The algorithm
 
@@ -175,10 +181,11 @@ class OnlineTrainer(StepTrainer):
         first, window = item.round * self.args.steps_per_round, self.args.gradient_accumulation_steps
         is_reused = (first + self.args.steps_per_round - 1) // window != first // window  # after an update
         rollouts = self.rollout(rows, size, self.sampling, stream)
-        scored = self.score(rows, rollouts)
+        scored = self.score(rows, rollouts, seed_of(self.args.seed, item.epoch, item.round, self.args.process_index))
         groups = self._groups_of(rollouts, [prompt for prompt, _ in units])
         groups = self._with_logps(groups, old=is_reused)
         groups = self.compare(groups, scored, self.args.num_generations, self.train_metrics)
+        show_completions(self, "train", scored, groups)
         order = np.random.default_rng([self.args.seed, item.epoch, item.round]).permutation(len(groups))
         parts = cut_into([groups[i] for i in order], self.args.per_device_train_batch_size)
         self.train_metrics.add("round_time", torch.tensor(time.perf_counter() - started))
@@ -190,8 +197,8 @@ class OnlineTrainer(StepTrainer):
         """`size` completions of each row's prompt. Override it for another way to get them."""
         return self.backend.generate([row["prompt_ids"] for row in rows], size, sampling, stream=stream)
 
-    def score(self, rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) -> Scored:
-        """Rewards of this rank's completions and what to log of them."""
+    def score(self, rows: Sequence[Mapping[str, Any]], rollouts: Rollouts, seed: int) -> Scored:
+        """Rewards of this rank's completions and what to log of them; `seed` is for functions that draw numbers."""
         repeated = [row for row in rows for _ in range(rollouts.num_generations)]
         prompts = [row.get("prompt", "") for row in repeated]
         completions = completion_texts(self.tokenizer, prompts, rollouts)
@@ -201,6 +208,7 @@ class OnlineTrainer(StepTrainer):
             completion_ids=[list(ids) for ids in rollouts.completion_ids],
             columns=completion_columns(repeated, rollouts),
             trainer_state=self.state,
+            seed=seed,
         )
         return Scored.of(prompts, completions, rollouts, table)
 
@@ -238,21 +246,13 @@ class OnlineTrainer(StepTrainer):
     # Log-probabilities of a round
 
     def _with_logps(self, groups: list[Group], old: bool) -> list[Group]:
-        if old or self.needs_old_logps:
-            groups = self._with_old_logps(groups)
-        if self.reference is None:
-            return groups
-        known = self._score_groups(groups, self.reference)
-        return [group.with_logps("ref", known) for group in groups]
-
-    def _with_old_logps(self, groups: list[Group]) -> list[Group]:
-        """The sampler's own log-probabilities where they are the policy's, else those of another pass."""
-        is_plain = self.sampling.is_plain and self.accelerator.mixed_precision == "no"
-        is_known = is_plain and all("sampler" in group.logps for group in groups)
-        if is_known and agree(groups[:1], "sampler", self._score_groups(groups[:1]), AGREEMENT):
-            return [g.with_logps("old", dict(zip(g.numbers, g.logps["sampler"], strict=True))) for g in groups]
-        known = self._score_groups(groups)
-        return [group.with_logps("old", known) for group in groups]
+        return with_logps(
+            groups,
+            self._score_groups,
+            old=old or self.needs_old_logps,
+            reference=self.reference,
+            trusts_sampler=self.sampling.is_plain and self.accelerator.mixed_precision == "no",
+        )
 
     def _score_groups(self, groups: list[Group], reference: ReferenceModel | None = None) -> dict[int, np.ndarray]:
         with placed(self), self.accelerator.autocast():
@@ -358,9 +358,10 @@ class OnlineTrainer(StepTrainer):
         counted = self.eval_metrics.paused() if inputs["repeated"] else nullcontext()
         with torch.no_grad(), counted:
             rollouts = self.rollout(rows, size, self.sampling, stream)
-            scored = self.score(rows, rollouts)
+            scored = self.score(rows, rollouts, seed_of(self.args.seed, EVALUATION, *inputs["numbers"]))
             groups = self._with_logps(self._groups_of(rollouts, range(len(rows))), old=False)
             groups = self.compare(groups, scored, size, self.eval_metrics)
+            show_completions(self, "eval", scored, [] if inputs["repeated"] else groups)
             for group in groups:
                 batch = {"groups": [group], "on_policy": True, "is_first_pass": False, "repeated": False}
                 totals = self.totals_of([batch], over_ranks=False)
@@ -371,6 +372,12 @@ class OnlineTrainer(StepTrainer):
         return None, None, None
 
     # State and data
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.rewards.close()
 
     def rank_state(self) -> dict[str, Any]:
         """The round that is being learned from, where steps on it are still to come."""
@@ -391,6 +398,8 @@ class OnlineTrainer(StepTrainer):
             keep_columns=kept,
             name=split,
         )
+        columns = column_names(prepared.dataset)
+        self.rewards.check_columns(name for name in columns if name not in NOT_FOR_REWARDS)
         return prepared.dataset, prepared.report
 
     def default_collator(self) -> None:

@@ -83,6 +83,10 @@ def reward_runner(args: Any, reward_funcs: Any, processing_classes: Any) -> Rewa
         on_error=args.on_reward_error,
         processes=args.reward_processes,
         processing_classes=processing_classes,
+        model_options={
+            "trust_remote_code": args.trust_remote_code,
+            "chat_template_kwargs": args.chat_template_kwargs,
+        },
     )
     weights = args.reward_weights
     if weights is not None and len(weights) != len(runner.names):
@@ -91,6 +95,11 @@ def reward_runner(args: Any, reward_funcs: Any, processing_classes: Any) -> Rewa
             f"{', '.join(runner.names)}. Give one weight for each, or none."
         )
     return runner
+
+
+def seed_of(*numbers: int) -> int:
+    """One seed of several numbers; neighbours have seeds that are nothing alike."""
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
 def units_of_rank(args: Any, prompts: int) -> tuple[list[tuple[int, int]], int]:
