@@ -11,12 +11,10 @@ STEPS = 4
 WIDE_VOCABULARY = 151936
 
 
-def peak(setup: Setup, side: str, profile: str, variant: str, model: str) -> dict[str, float]:
+def peak(setup: Setup, side: str, job: dict[str, Any]) -> dict[str, float]:
     """MiB: before the trainer is built, after it is built, and the highest of the whole process."""
     with setup.worker(side) as (worker, output):
-        job = setup.job(profile, variant, output, model=model, steps=STEPS)
-        job["rows"] = str(setup.rows(profile, job["pairs"] * (STEPS + 1)))
-        built = worker.ask("train", **job)
+        built = worker.ask("train", **{**job, "output": str(output)})
         worker.ask("start")
         for _ in range(STEPS - 1):
             worker.ask("step")
@@ -31,17 +29,18 @@ def peak(setup: Setup, side: str, profile: str, variant: str, model: str) -> dic
     }
 
 
-def measure(setup: Setup, profile: str, variant: str, vocabulary: int) -> dict[str, Any]:
+def measure(setup: Setup, profile: str, variant: str, vocabulary: int, kind: str = "dpo") -> dict[str, Any]:
     """The peaks of all sides, one after the other. Another vocabulary than the model's gets random weights."""
-    print(f"bench: memory, {profile}, {variant}, vocabulary {vocabulary}", file=sys.stderr, flush=True)
+    print(f"bench: memory, {kind}, {profile}, {variant}, vocabulary {vocabulary}", file=sys.stderr, flush=True)
     own = vocabulary == setup.shape.vocabulary
-    model = str(setup.model if own else setup.wide_model(vocabulary))
+    job = setup.training_job(kind, profile, variant, STEPS, None if own else setup.wide_model(vocabulary))
     return {
+        "trainer": kind,
         "title": setup.profile(profile).title,
         "variant": variant,
         "vocabulary": vocabulary,
-        "pairs": setup.pairs or setup.profile(profile).pairs,
+        "pairs": job["pairs"],
         "steps": STEPS,
         "device": setup.device,
-        "sides": {side: peak(setup, side, profile, variant, model) for side in setup.pythons},
+        "sides": {side: peak(setup, side, job) for side in setup.pythons},
     }

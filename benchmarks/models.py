@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ TEMPLATE = (
 )
 SMOLLM2 = {"vocabulary": 49152, "hidden": 576, "intermediate": 1536, "layers": 30, "heads": 9, "key_value_heads": 3}
 TINY = {"hidden": 64, "intermediate": 128, "layers": 1, "heads": 2, "key_value_heads": 1}
+TINY_ONLINE = {"vocabulary": 8000, "hidden": 64, "intermediate": 192, "layers": 2, "heads": 4, "key_value_heads": 2}
+TINY_TITLE = "tiny (2 layers of 64, vocabulary 8,000, random)"
+EOS_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
 
 
 def _stand_in_tokenizer() -> Any:
@@ -89,6 +94,44 @@ def made(name: str, cache: Path, tokenizer_from: Path | None, sizes: dict[str, i
             command += ["--" + key.replace("_", "-"), str(value)]
         subprocess.run(command, check=True)
     return folder
+
+
+def silent_token(tokenizer: dict[str, Any], template: str, taken: Sequence[str]) -> tuple[int, str] | None:
+    """A special token (id, text) that a trained model never says: none of `taken`, and not in its chat template.
+
+    Args:
+        tokenizer: The content of `tokenizer.json`.
+    """
+    special = [(t["id"], t["content"]) for t in tokenizer["added_tokens"] if t["special"]]
+    free = [(number, text) for number, text in special if text not in taken and text not in template]
+    return free[-1] if free else None
+
+
+def endless(folder: Path, cache: Path) -> Path:
+    """The model with an end token that it never says, so that all completions are as long as they may be.
+
+    Where no special token is free (random weights) it keeps its own, one in a vocabulary.
+    """
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    template = folder / "chat_template.jinja"
+    text = template.read_text() if template.exists() else str(settings.get("chat_template"))
+    taken = [v for k, v in settings.items() if k.endswith("_token") and isinstance(v, str)]
+    found = silent_token(tokenizer, text, taken)
+    if found is None:
+        return folder
+    target = cache / "models" / f"endless-{folder.name}"
+    target.mkdir(parents=True, exist_ok=True)
+    for source in folder.iterdir():
+        place = target / source.name
+        place.unlink(missing_ok=True)
+        if source.name in EOS_FILES:
+            content = json.loads(source.read_text())
+            eos = {"eos_token": found[1]} if source.name == "tokenizer_config.json" else {"eos_token_id": found[0]}
+            place.write_text(json.dumps({**content, **eos}))
+        else:
+            place.symlink_to(source.resolve())
+    return target
 
 
 def main() -> None:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import summary
+from benchmarks import summary, trainer_tables
+from benchmarks.kinds import KINDS
 from benchmarks.parts import PARTS
 from benchmarks.summary import OURS, TRL
+from benchmarks.tables import ENOUGH_STEPS, NAMES, NOISY, figure_of_ratio, table, verdict
 
-NAMES = {TRL: "TRL", OURS: "preftune"}
 WANTED_SPEED = {
     ("real", "default"): (3.5, 6.0),
     ("real", "tuned"): (2.8, 5.0),
@@ -24,42 +24,23 @@ WANTED_SPEED = {
     ("long", "default"): (4.5, 8.0),
     ("long", "tuned"): (3.5, 6.0),
 }
-WANTED_MEMORY, WANTED_MEMORY_WIDE, WANTED_ROWS = (0.7, 0.5), (0.5, 0.3), (3.0, 8.0)
+WANTED_MEMORY, WANTED_MEMORY_WIDE, WANTED_MEMORY_ONLINE = (0.7, 0.5), (0.5, 0.3), (0.6, 0.5)
+WANTED_ROWS = (3.0, 8.0)
 WANTED_START = {"import the package": 0.1, "--help": 0.3, "dpo --help": 1.5}
-NOISY, ENOUGH_STEPS = 0.1, 10
 
 INTRODUCTION = """\
 # preftune beside TRL: measured
 
 Written by `python -m benchmarks.report` from `results.json`, which keeps every raw step; do not edit by hand.
 
-Both sides run real trainers (`trl.DPOTrainer`, `preftune.DPOTrainer`) in environments of their own with the same
-versions of torch, transformers, accelerate, peft and datasets, the same threads and precision, and the same rows in the
-same order (checked by digest at every step). The steps are interleaved: one side works while the other waits; who goes
-first alternates. A step is a whole turn of `trainer.train()`: batch, collation, forward, backward, clipping, optimizer,
-logging. *default*: each library as it comes, with an online reference (TRL: gradient checkpointing on). *tuned*: TRL
-without gradient checkpointing, both with reference log-probabilities computed beforehand. Ratios are TRL's time over
-ours (more is better for preftune), with 95 % bootstrap intervals over steps.
+Both sides run real trainers (`trl.DPOTrainer`, `preftune.DPOTrainer` and so on) in environments of their own with the
+same versions of torch, transformers, accelerate, peft and datasets, the same threads and precision, and the same rows
+in the same order (checked by digest at every step). The steps are interleaved: one side works while the other waits;
+who goes first alternates. A step is a whole turn of `trainer.train()`: batch, collation, forward, backward, clipping,
+optimizer, logging. *default*: each library as it comes, with an online reference (TRL: gradient checkpointing on).
+*tuned*: TRL without gradient checkpointing, both with reference log-probabilities computed beforehand. Ratios are TRL's
+time over ours (more is better for preftune), with 95 % bootstrap intervals over steps.
 """
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in rows]) + "\n"
-
-
-def verdict(value: float, wanted: tuple[float, float] | None, less_is_better: bool = False) -> str:
-    """The wanted values beside what was reached."""
-    if wanted is None:
-        return "-"
-    must, aim = wanted
-    sign = -1 if less_is_better else 1
-    word = "aim reached" if sign * value >= sign * aim else "reached" if sign * value >= sign * must else "**short**"
-    return f"{must:g}, aim {aim:g}: {word}"
-
-
-def figure_of_ratio(r: dict[str, float] | None, kind: str) -> str:
-    return f"**{r[kind]:.2f}** [{r[kind + '_low']:.2f}, {r[kind + '_high']:.2f}]" if r else "-"
 
 
 def seconds_of(figures: dict[str, Any], side: str) -> str:
@@ -158,7 +139,8 @@ def parts_section(runs: dict[str, Any]) -> str:
             [part, *(f"{parts[part]:.2f} ({parts[part] / totals[side]:.0%})" for side, parts in columns.items())]
             for part in PARTS
         ]
-        text += f"\n{run['title']}, {run['variant']}\n\n" + table(["part", *(NAMES[s] for s in columns)], rows)
+        name = "" if (kind := run.get("trainer", "dpo")) == "dpo" else f"{kind}, {run['model']}, "
+        text += f"\n{name}{run['title']}, {run['variant']}\n\n" + table(["part", *(NAMES[s] for s in columns)], rows)
     return text
 
 
@@ -166,11 +148,14 @@ def memory_section(runs: dict[str, Any]) -> str:
     rows = []
     for run in runs.values():
         f = summary.memory_figures(run)
+        trainer = run.get("trainer", "dpo")
         wanted = WANTED_MEMORY if run["vocabulary"] < 100_000 else WANTED_MEMORY_WIDE
+        wanted = wanted if trainer == "dpo" else WANTED_MEMORY_ONLINE
         peaks = [f"{f['peaks'][side] / 1024:.2f}" if side in f["peaks"] else "-" for side in (TRL, OURS)]
         both = "ratio" in f
         rows.append(
             [
+                KINDS[trainer].trainer,
                 run["title"],
                 run["variant"],
                 str(run["vocabulary"]),
@@ -182,7 +167,8 @@ def memory_section(runs: dict[str, Any]) -> str:
             ]
         )
     text = f"## Peak memory\n\n{next(iter(runs.values()))['steps']} steps, each side alone in its process; GiB.\n\n"
-    header = ["data", "setting", "vocabulary", "pairs", "TRL", "preftune", "ratio", "ratio above imports", "wanted"]
+    header = ["trainer", "data", "setting", "vocabulary", "pairs or prompts", "TRL", "preftune", "ratio"]
+    header += ["ratio above imports", "wanted"]
     return text + table(header, rows)
 
 
@@ -251,14 +237,19 @@ def render(results: dict[str, Any]) -> str:
     sections = [INTRODUCTION]
     if results.get("speed"):
         sections.append(speed_section(results["speed"]))
+    if results.get("trainers"):
+        sections.append(trainer_tables.offline_section(results["trainers"]))
+    if results.get("online"):
+        sections.append(trainer_tables.online_section(results["online"]))
     if results.get("memory"):
         sections.append(memory_section(results["memory"]))
     if results.get("preparation"):
         sections.append(preparation_section(results["preparation"]))
     if results.get("startup"):
         sections.append(startup_section(results["startup"]))
-    if results.get("speed"):
-        sections.append(parts_section(results["speed"]))
+    timed = {key: run for part in ("speed", "trainers", "online") for key, run in results.get(part, {}).items()}
+    if timed:
+        sections.append(parts_section(timed))
     return "\n".join([*sections, origin_section(results)])
 
 

@@ -18,12 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import environments, memory, models, preparation, report, rows, speed, startup
+from benchmarks.kinds import ANSWER_TOKENS, KINDS
 from benchmarks.link import WorkerError
 from benchmarks.setup import Setup
 
 HERE = Path(__file__).resolve().parent
 PARTS = ("startup", "preparation", "memory", "speed")
 VARIANTS = ("default", "tuned")
+ONLINE_MODELS = ("main", "tiny")
+PROFILE = "short"
+"""Of all trainers but DPO, which are measured in their default settings."""
 FULL = {"steps": 10, "warmup": 2, "rows": 2000, "repeats": 3}
 QUICK = {"steps": 3, "warmup": 1, "rows": 200, "repeats": 1, "pairs": 2}
 
@@ -31,12 +35,21 @@ QUICK = {"steps": 3, "warmup": 1, "rows": 200, "repeats": 1, "pairs": 2}
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__)
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), help="parts to measure")
-    parser.add_argument("--profiles", nargs="+", choices=rows.PROFILES, default=list(rows.PROFILES))
-    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--trainers", nargs="+", choices=KINDS, default=list(KINDS), help="of speed and memory")
+    parser.add_argument(
+        "--profiles", nargs="+", choices=rows.PROFILES, default=list(rows.PROFILES), help="of DPO; others: short"
+    )
+    parser.add_argument(
+        "--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="of DPO; others: default"
+    )
+    parser.add_argument(
+        "--online-models", nargs="+", choices=ONLINE_MODELS, default=list(ONLINE_MODELS), help="of GRPO and RLOO"
+    )
     parser.add_argument("--sides", nargs="+", choices=("trl", "ours"), default=["trl", "ours"])
     parser.add_argument("--steps", type=int, help="measured steps of a speed run (10; quick: 3)")
     parser.add_argument("--warmup", type=int, help="steps before them (2; quick: 1)")
-    parser.add_argument("--pairs", type=int, help="pairs a step (default: each profile's own)")
+    parser.add_argument("--pairs", type=int, help="pairs, rows or prompts a step (default: each trainer's own)")
+    parser.add_argument("--answer-tokens", type=int, default=ANSWER_TOKENS, help="of each completion (GRPO, RLOO)")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--precision", choices=("bfloat16", "float32"), default="bfloat16")
@@ -110,16 +123,35 @@ def measure(args: argparse.Namespace, setup: Setup, results: Results) -> None:
                 lambda n=workers: preparation.measure(setup, "short", args.rows, n, args.repeats),
             )
     if "memory" in args.only:
-        own = setup.shape.vocabulary
+        measure_memory(args, setup, results)
+    if "speed" in args.only:
+        measure_speed(args, setup, results)
+
+
+def measure_memory(args: argparse.Namespace, setup: Setup, results: Results) -> None:
+    own, wide = setup.shape.vocabulary, args.wide_vocabulary
+    if "dpo" in args.trainers:
         for variant in args.variants:
             results.take("memory", f"real/{variant}/{own}", lambda v=variant: memory.measure(setup, "real", v, own))
-        wide = args.wide_vocabulary
         if wide:
             results.take("memory", f"real/default/{wide}", lambda: memory.measure(setup, "real", "default", wide))
-    if "speed" in args.only:
+    if "grpo" in args.trainers:
+        results.take("memory", f"grpo/default/{own}", lambda: memory.measure(setup, PROFILE, "default", own, "grpo"))
+
+
+def measure_speed(args: argparse.Namespace, setup: Setup, results: Results) -> None:
+    if "dpo" in args.trainers:
         for profile in args.profiles:
             for variant in args.variants:
                 results.take("speed", f"{profile}/{variant}", lambda p=profile, v=variant: speed.measure(setup, p, v))
+    others = [kind for kind in args.trainers if kind != "dpo"]
+    for kind in others:
+        if not KINDS[kind].is_online:
+            results.take("trainers", kind, lambda k=kind: speed.measure(setup, PROFILE, "default", k))
+            continue
+        for model in args.online_models:
+            chosen = setup.tiny_online() if model == "tiny" else setup
+            results.take("online", f"{kind}/{model}", lambda k=kind, c=chosen: speed.measure(c, PROFILE, "default", k))
 
 
 def main() -> int:
@@ -141,6 +173,7 @@ def main() -> int:
         steps=args.steps,
         warmup=args.warmup,
         pairs=args.pairs,
+        answer_tokens=args.answer_tokens,
         model=model,
         model_title=title,
         real_pairs=rows.real_path(args.data),

@@ -10,6 +10,7 @@ import sys
 from typing import Any
 
 from benchmarks.environments import ROOT, worker_environment
+from benchmarks.kinds import KINDS
 from benchmarks.link import Worker
 from benchmarks.quiet import Noise
 from benchmarks.setup import Setup
@@ -18,12 +19,15 @@ PROFILED_STEPS = 1
 Step = dict[str, Any]
 
 
-def matrix_peak(setup: Setup) -> dict[str, float]:
-    """GFLOP/s of the best matrix product by precision, measured now in a process of its own."""
+def machine_peak(setup: Setup, *more: str) -> dict[str, float]:
+    """GFLOP/s of the best matrix product by precision, measured now in a process of its own.
+
+    With `--bandwidth` as `more`: GB/s that can be read from memory.
+    """
     shape = setup.shape
     command = [str(setup.pythons.get("ours") or setup.pythons["trl"]), "-m", "benchmarks.peak"]
     command += ["--hidden", str(shape.hidden), "--intermediate", str(shape.intermediate)]
-    command += ["--vocabulary", str(shape.vocabulary), "--threads", str(setup.threads), "--device", setup.device]
+    command += ["--vocabulary", str(shape.vocabulary), "--threads", str(setup.threads), "--device", setup.device, *more]
     environment = worker_environment(setup.threads, setup.cache)
     done = subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
@@ -60,13 +64,13 @@ def check_same_rows(taken: dict[str, list[Step]]) -> None:
         raise RuntimeError(f"the sides trained on different rows: {digests}")
 
 
-def measure(setup: Setup, profile: str, variant: str) -> dict[str, Any]:
+def measure(setup: Setup, profile: str, variant: str, kind: str = "dpo") -> dict[str, Any]:
     """One A/B run: builds both trainers, warms up, measures, profiles one more step, stops."""
-    job = setup.job(profile, variant, setup.cache)
-    job["steps"] = setup.warmup + setup.steps + PROFILED_STEPS
-    job["rows"] = str(setup.rows(profile, job["pairs"] * (job["steps"] + 1)))
-    print(f"bench: speed, {profile}, {variant}: {job['pairs']} pairs a step", file=sys.stderr, flush=True)
-    peaks = [matrix_peak(setup)]
+    job = setup.training_job(kind, profile, variant, setup.warmup + setup.steps + PROFILED_STEPS)
+    what = f"{kind}, {setup.model_title}, {profile}, {variant}: {job['pairs']} {KINDS[kind].title}"
+    print(f"bench: speed, {what}", file=sys.stderr, flush=True)
+    is_online = KINDS[kind].is_online
+    peaks, bandwidths = [machine_peak(setup)], [machine_peak(setup, "--bandwidth")] if is_online else []
     with contextlib.ExitStack() as stack:
         workers, built = {}, {}
         for side in setup.pythons:
@@ -80,7 +84,8 @@ def measure(setup: Setup, profile: str, variant: str) -> dict[str, Any]:
         profiled = interleaved(workers, "profile", PROFILED_STEPS)
         check_same_rows({side: warm[side] + measured[side] + profiled[side] for side in workers})
         ended = {side: worker.ask("stop") for side, worker in workers.items()}
-    peaks.append(matrix_peak(setup))
+    peaks.append(machine_peak(setup))
+    bandwidths += [machine_peak(setup, "--bandwidth")] if is_online else []
     sides = {
         side: {
             "built": built[side]["built"],
@@ -88,16 +93,20 @@ def measure(setup: Setup, profile: str, variant: str) -> dict[str, Any]:
             "steps": [{k: v for k, v in s.items() if k != "parts"} for s in measured[side]],
             "parts": profiled[side][0]["parts"],
             "losses": [entry["loss"] for entry in ended[side]["logs"] if "loss" in entry],
+            "before": built[side]["memory_before"]["now"],
+            "peak": ended[side]["memory"],
         }
         for side in workers
     }
     kept = ("pairs", "max_length", "precision", "device", "threads")
     return {
+        "trainer": kind,
         "title": setup.profile(profile).title,
         "variant": variant,
         "model": setup.model_title,
         "shape": dataclasses.asdict(setup.shape),
         "peaks": peaks,
         "sides": sides,
+        **({"bandwidths": bandwidths, "answer_tokens": setup.answer_tokens} if is_online else {}),
         **{k: job[k] for k in kept},
     }

@@ -7,15 +7,10 @@ from the driver's go to the end of the next optimizer step of `trainer.train()`:
 from __future__ import annotations
 
 import argparse
-import hashlib
 import importlib
 import json
 import os
-import resource
 import sys
-import time
-from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +19,8 @@ from datasets import load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 from benchmarks import parts
+from benchmarks.kinds import KINDS
+from benchmarks.watch import Clock, CountingCollator, Positions, RolloutWatch
 
 MODULES = {"ours": "preftune", "trl": "trl"}
 PRECISIONS = {"bfloat16": {"bf16": True}, "float32": {"bf16": False}}
@@ -61,63 +58,21 @@ def memory() -> dict[str, float]:
     }
 
 
-class Clock:
-    """Wall and CPU time, and page faults, since it was made."""
-
-    def __init__(self, device: str) -> None:
-        self._device = device
-        self._usage = resource.getrusage(resource.RUSAGE_SELF)
-        self._children = resource.getrusage(resource.RUSAGE_CHILDREN)
-        self._start = time.perf_counter()
-
-    def read(self) -> dict[str, float]:
-        if self._device == "cuda":
-            torch.cuda.synchronize()
-        wall = time.perf_counter() - self._start
-        usage, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
-        below = children.ru_utime + children.ru_stime - self._children.ru_utime - self._children.ru_stime
-        return {
-            "wall": wall,
-            "user": usage.ru_utime - self._usage.ru_utime,
-            "system": usage.ru_stime - self._usage.ru_stime,
-            "children": below,
-            "faults": usage.ru_minflt - self._usage.ru_minflt,
-        }
-
-
-class CountingCollator:
-    """The trainer's own collator; notes what each batch holds before passing it on."""
-
-    def __init__(self, inner: Callable[[list[dict[str, Any]]], Any], max_length: int) -> None:
-        self._inner = inner
-        self._max_length = max_length
-        self.counts: deque[dict[str, Any]] = deque()
-
-    def __call__(self, features: list[dict[str, Any]]) -> Any:
-        lengths, digest = [], hashlib.sha256()
-        for row in features:
-            prompt = list(row["prompt_ids"])[: self._max_length]
-            chosen, rejected = (list(row[k])[: self._max_length - len(prompt)] for k in ("chosen_ids", "rejected_ids"))
-            lengths.append((len(prompt), len(chosen), len(rejected)))
-            digest.update(json.dumps([prompt, chosen, rejected]).encode())
-        batch = self._inner(features)
-        forwarded = batch["tree"].num_tokens if "tree" in batch else batch["input_ids"].numel()
-        self.counts.append({"lengths": lengths, "digest": digest.hexdigest()[:16], "forwarded": int(forwarded)})
-        return batch
-
-
 class Gate(TrainerCallback):
     """Stops the loop of `train()` before its first step and after each one, until the driver's next command."""
 
     def __init__(self, channel: Channel, device: str, vocabulary: int) -> None:
         self._channel, self._device, self._vocabulary = channel, device, vocabulary
-        self.counts: deque[dict[str, Any]] = deque()
+        self.noted: CountingCollator | RolloutWatch | None = None
+        self.positions: Positions | None = None
         self.logs: list[dict[str, Any]] = []
         self._profiler: torch.profiler.profile | None = None
         self._clock = Clock(device)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.counts.clear()
+        assert self.noted is not None and self.positions is not None
+        self.noted.clear()
+        self.positions.take()
         self._channel.send(memory=memory())
         self._wait(control)
 
@@ -128,7 +83,9 @@ class Gate(TrainerCallback):
             self._profiler.stop()
             profiled = parts.seconds_by_part(self._profiler.events(), spent["wall"], self._vocabulary, self._device)
             self._profiler = None
-        self._channel.send(**spent, **self.counts.popleft(), parts=profiled, memory=memory())
+        assert self.noted is not None and self.positions is not None
+        noted = {**self.noted.take(), **self.positions.take()}
+        self._channel.send(**spent, **noted, parts=profiled, memory=memory())
         self._wait(control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -147,10 +104,26 @@ class Gate(TrainerCallback):
         self._clock = Clock(self._device)
 
 
-def side_classes(side: str) -> tuple[Any, Any]:
-    """`(DPOTrainer, DPOConfig)` of the side."""
+def side_classes(side: str, kind: str) -> tuple[Any, Any]:
+    """The side's trainer and config of a kind."""
     module = importlib.import_module(MODULES[side])
-    return module.DPOTrainer, module.DPOConfig
+    name = KINDS[kind].trainer
+    return getattr(module, f"{name}Trainer"), getattr(module, f"{name}Config")
+
+
+def kind_options(job: dict[str, Any]) -> dict[str, Any]:
+    """What a kind needs besides the common options: lengths, and how many completions a step."""
+    kind = KINDS[job["kind"]]
+    if kind.is_online:
+        batch = job["pairs"] * kind.options["num_generations"]
+        own = {"per_device_train_batch_size": batch, "max_completion_length": job["answer_tokens"]}
+    else:
+        own = {
+            "per_device_train_batch_size": job["pairs"],
+            "max_length": job["max_length"],
+            "dataset_num_proc": job["num_proc"],
+        }
+    return {**own, **kind.options}
 
 
 def config_of(side: str, config_class: Any, job: dict[str, Any]) -> Any:
@@ -162,12 +135,8 @@ def config_of(side: str, config_class: Any, job: dict[str, Any]) -> Any:
             tuned["gradient_checkpointing"] = False
     return config_class(
         output_dir=job["output"],
-        per_device_train_batch_size=job["pairs"],
         max_steps=job["steps"],
-        max_length=job["max_length"],
-        dataset_num_proc=job["num_proc"],
         learning_rate=1e-6,
-        train_sampling_strategy="sequential",
         use_cpu=job["device"] == "cpu",
         dataloader_pin_memory=job["device"] != "cpu",
         logging_steps=1,
@@ -175,6 +144,7 @@ def config_of(side: str, config_class: Any, job: dict[str, Any]) -> Any:
         save_strategy="no",
         disable_tqdm=True,
         seed=0,
+        **kind_options(job),
         **PRECISIONS[job["precision"]],
         **tuned,
         **job["extra"],
@@ -185,30 +155,49 @@ def read_rows(job: dict[str, Any], path: str) -> Any:
     return load_dataset("json", data_files=path, split="train")
 
 
+def observed(trainer: Any, side: str, job: dict[str, Any], rollouts: RolloutWatch | None) -> Any:
+    """What notes the rows of each step, put in its place."""
+    if rollouts is not None:
+        rollouts.attach(trainer, side)
+        return rollouts
+    trainer.data_collator = CountingCollator(trainer.data_collator, job["kind"], job["max_length"])
+    return trainer.data_collator
+
+
 def train(channel: Channel, side: str, job: dict[str, Any]) -> None:
     """Builds the trainer, answers with what that took, then trains under the gate."""
-    trainer_class, config_class = side_classes(side)
+    trainer_class, config_class = side_classes(side, job["kind"])
     dataset = read_rows(job, job["rows"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     vocabulary = json.loads((Path(job["model"]) / "config.json").read_text())["vocab_size"]
     gate = Gate(channel, job["device"], vocabulary)
     args = config_of(side, config_class, {**job, "extra": {**job["extra"], "model_init_kwargs": {"dtype": "float32"}}})
+    rollouts = RolloutWatch(job["device"]) if KINDS[job["kind"]].is_online else None
+    own = {} if rollouts is None else {"reward_funcs": odd_tokens(rollouts)}
     before, clock = memory(), Clock(job["device"])
     trainer = trainer_class(
-        model=job["model"], args=args, train_dataset=dataset, processing_class=tokenizer, callbacks=[gate]
+        model=job["model"], args=args, train_dataset=dataset, processing_class=tokenizer, callbacks=[gate], **own
     )
     built = clock.read()
-    counting = CountingCollator(trainer.data_collator, job["max_length"])
-    trainer.data_collator, gate.counts = counting, counting.counts
+    gate.noted, gate.positions = observed(trainer, side, job, rollouts), Positions(trainer.model, rollouts)
     channel.send(built=built, memory_before=before, memory=memory(), threads=torch.get_num_threads())
     channel.receive()
     trainer.train()
     channel.send(logs=gate.logs, memory=memory())
 
 
+def odd_tokens(rollouts: RolloutWatch) -> Any:
+    """The reward function, under the name that both sides log it by."""
+
+    def odd_tokens(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return rollouts.reward(completion_ids)
+
+    return odd_tokens
+
+
 def construct(side: str, job: dict[str, Any], rows: str, num_proc: int | None) -> tuple[dict[str, float], int]:
     """What a constructor with these rows costs, and the rows that were left."""
-    trainer_class, config_class = side_classes(side)
+    trainer_class, config_class = side_classes(side, "dpo")
     dataset = read_rows(job, rows)
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
