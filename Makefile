@@ -16,14 +16,14 @@ PYTEST := $(BIN)/python -m pytest
 SOURCES := preftune tests examples benchmarks docs/migration
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install demo test unit integration test-dist test-slow test-learning bench lint format types docs clean distclean
+.PHONY: help venv install demo test unit integration test-dist test-slow test-learning bench lint format types docs browser clean distclean
 
 # Neither the demo nor a test asks a hub for anything.
 demo test unit integration test-dist test-slow test-learning: export HF_HUB_OFFLINE = 1
 
 help:
 	@sed -n 's/^#   \(make .*\)/\1/p' Makefile
-	@echo "also: install unit integration test-dist test-slow test-learning lint format types docs bench clean distclean"
+	@echo "also: install unit integration test-dist test-slow test-learning lint format types docs bench browser clean distclean"
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -73,6 +73,10 @@ types: $(READY)
 docs: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[docs]'
 	$(BIN)/mkdocs build --strict
+
+# For the test of the report's page, which is skipped where there is none (Debian; needs root)
+browser:
+	apt-get install -y --no-install-recommends chromium chromium-driver fonts-dejavu-core
 
 clean:
 	rm -rf build dist site .pytest_cache .ruff_cache .hypothesis

@@ -18,10 +18,14 @@ from safetensors.torch import load_file
 from preftune import (
     DPOConfig,
     DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
     KTOConfig,
     KTOTrainer,
     RewardConfig,
     RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
     SFTConfig,
     SFTTrainer,
 )
@@ -37,7 +41,7 @@ SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 2}
 BEMA = {"bema_ref_model": True, "bema_update_freq": 1, "ref_model_update_freq": 2}
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 SHARES: dict[str, int] = {}  # parameters that this rank holds, after `sync` under a backend that shards
-_CLOCK = ("runtime", "per_second", "preparation_time", "total_flos")
+_CLOCK = ("round_time", "seconds_per_sample", "runtime", "per_second", "preparation_time", "total_flos")
 
 
 def logs_of(trainer: Any) -> list[dict[str, float]]:
@@ -270,6 +274,38 @@ def kto(folder: Path, processes: int) -> dict[str, Any]:
     return result
 
 
+def online(folder: Path, processes: int) -> dict[str, Any]:
+    """Rounds that serve several steps; rewards compared over ranks; a group that two ranks share; evaluation."""
+    forms: dict[str, dict[str, Any]] = {
+        "grpo": {"num_iterations": 2, "steps_per_generation": 2, "scale_rewards": "batch", **SYNC},
+        "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "gradient_accumulation_steps": 2},
+        "rloo": {"normalize_advantages": True, "gradient_accumulation_steps": 2},
+    }
+    result = {}
+    for name, changes in forms.items():
+        config, trainer_class = (RLOOConfig, RLOOTrainer) if name == "rloo" else (GRPOConfig, GRPOTrainer)
+        trainer = trainer_class(
+            model=policy(),
+            reward_funcs=_letters,
+            args=config(
+                **options(
+                    folder / name, per_device_train_batch_size=BATCH // processes, num_generations=2, beta=0.1,
+                    max_completion_length=5, per_device_eval_batch_size=2, eval_strategy="steps", eval_steps=2,
+                    **changes, **SGD,
+                )
+            ),
+            train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in text_rows(9)]),
+            eval_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in text_rows(3)]),
+            processing_class=make_tokenizer("plain"),
+        )  # fmt: skip
+        result[name] = trained(trainer, folder / name)
+    return result
+
+
+def _letters(completions: list[str], **_: Any) -> list[float]:
+    return [sum(map(str.islower, text)) / max(len(text), 1) for text in completions]
+
+
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -367,6 +403,7 @@ SCENARIOS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
         unequal,
         rewards,
         kto,
+        online,
         evaluation,
         judged,
         stored,

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 
 TRAINED = [
     "sync", "adamw", "bema", "lora_bema", "aot", "checkpointed", "accumulated", "tokens", "ragged", "streaming",
-    "unequal", "rewards", "kto",
+    "unequal", "rewards", "kto", "online",
 ]  # fmt: skip
 EVALUATED = ["evaluation", "judged", "stored"]
 

@@ -10,6 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import torch.multiprocessing as mp
 
@@ -40,8 +41,24 @@ def worker(rank: int, folder: str, port: int, watched: bool) -> None:
         for callback in (RichProgressCallback(), JsonlLogCallback(), LogCompletionsCallback(trainer, max_new_tokens=2)):
             trainer.add_callback(callback)
     trainer.train()
+    if watched:
+        rounds(Path(folder) / "rounds")
     sys.stdout.close()
     (Path(folder) / f"hash{rank}.txt").write_text(weights_hash(trainer.model))
+
+
+def rounds(folder: Path) -> None:
+    """One GRPO step with its completions: two prompts of four completions, one group on each rank; an odd eval set."""
+    from datasets import Dataset
+
+    from tests.support.models import tiny_model
+    from tests.support.tokenizers import make_tokenizer
+    from tests.unit.callbacks.test_round_completions import build
+
+    sizes = {"num_generations": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "max_steps": 1}
+    evals = {"eval_strategy": "steps", "eval_steps": 1, "ddp_backend": "gloo"}
+    three = Dataset.from_list([{"prompt": text} for text in PROMPTS])
+    build(folder, tiny_model, make_tokenizer("plain"), eval_dataset=three, **sizes, **evals).train()
 
 
 def launch(folder: Path, watched: bool) -> str:
@@ -64,3 +81,11 @@ def test_one_process_speaks_and_the_weights_are_the_same(tmp_path):
     assert "step " not in other
     assert "\x1b" not in main + other
     assert launch(tmp_path / "alone", False) == watched
+
+    rows = pq.read_table(tmp_path / "watched" / "rounds" / "completions" / "completions_00001.parquet").to_pylist()
+    assert [row["prompt"] == rows[0]["prompt"] for row in rows] == [True] * 4 + [False] * 4
+    for group in (rows[:4], rows[4:]):
+        assert sum(row["advantage"] for row in group) == pytest.approx(0, abs=1e-5)
+    held = pq.read_table(tmp_path / "watched" / "rounds" / "completions" / "eval_completions_00001.parquet")
+    assert held["prompt"].to_pylist() == [prompt for prompt in PROMPTS for _ in range(4)]  # filled up, counted once
+    assert "completions, step 1" in main and "completions, step 1" not in other

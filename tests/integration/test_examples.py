@@ -77,3 +77,33 @@ def test_a_new_online_algorithm_in_fewer_than_a_hundred_lines(tmp_path, tiny_mod
     assert logged(trainer, "loss")[0] == pytest.approx(0.0, abs=1e-6)
     clipped = logged(trainer, "gmpo/clip_ratio")
     assert clipped[0] == 0.0 < clipped[1]
+
+
+SHORT = {"max_steps": 2, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+
+
+@pytest.fixture
+def model(tmp_path, tiny_model, tokenizer):
+    tiny_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    return str(tmp_path / "model")
+
+
+def test_sft_and_dpo(tmp_path, model, sft_rows, preference_rows):
+    sft = load("sft").train(model, Dataset.from_list(sft_rows["messages"] * 3), str(tmp_path / "a"), **SHORT)
+    assert sft.args.packing and len(logged(sft, "loss")) == 2
+    dpo = load("dpo").train(model, Dataset.from_list(preference_rows["text"] * 3), str(tmp_path / "b"), **SHORT)
+    assert logged(dpo, "loss")[0] == pytest.approx(math.log(2))
+
+
+def test_grpo_and_rloo(tmp_path, model, tiny_model, tokenizer):
+    rows = [{"question": f"What is {n} + 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(6)]
+    short = SHORT | {"max_completion_length": 5, "per_device_train_batch_size": 8}
+    grpo = load("grpo").train(model, Dataset.from_list(rows), str(tmp_path / "a"), **short)
+    assert grpo.rewards.names == ["ends_as_asked", "numeric_match_reward"]
+    assert grpo.reference.form == "reference_adapter" and len(logged(grpo, "reward")) == 2
+    tiny_model(head="value").save_pretrained(tmp_path / "judge")
+    tokenizer.save_pretrained(tmp_path / "judge")
+    prompts = Dataset.from_list([{"prompt": row["question"]} for row in rows])
+    rloo = load("rloo").train(model, str(tmp_path / "judge"), prompts, str(tmp_path / "b"), **short)
+    assert rloo.rewards.names == ["judge"] and len(logged(rloo, "rewards/judge/mean")) == 2

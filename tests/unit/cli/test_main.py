@@ -106,10 +106,11 @@ def test_help_of_each_command(capsys, name):
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_typed_values_reach_the_run_function(files, ran, name):
-    assert run_main([name, *REQUIRED, "--learning_rate", "1e-4", "--max_length", "none"]) == 0
+    limit = "max_length" if not COMMANDS[name].rewards else "reward_timeout"  # an option that can be none
+    assert run_main([name, *REQUIRED, "--learning_rate", "1e-4", f"--{limit}", "none"]) == 0
     ((command, parsed),) = ran
     assert command == name
-    assert parsed.of(COMMANDS[name].option_classes[0]) == {"learning_rate": 1e-4, "max_length": None}
+    assert parsed.of(COMMANDS[name].option_classes[0]) == {"learning_rate": 1e-4, limit: None}
     assert parsed.of("ModelConfig") == {"model_name_or_path": "model"}
 
 

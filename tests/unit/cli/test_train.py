@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -221,3 +222,16 @@ def test_device_map_of_quantised_weights(monkeypatch):
 def test_streams_are_not_scored():
     streamed = Dataset.from_list(ROWS).to_iterable_dataset()
     assert train.score_held_out(COMMANDS["dpo"], SimpleNamespace(eval_dataset=streamed)) is None
+
+
+def test_rewards_are_resolved_before_anything_is_loaded():
+    from preftune.cli.train import reward_functions
+    from preftune.configs.script import RewardArguments
+    from preftune.rewards import exact_match_reward
+
+    found = reward_functions(RewardArguments(["exact_match_reward", "math:fsum"], "owner/judge"))
+    assert found == [exact_match_reward, math.fsum, "owner/judge"]
+    with pytest.raises(ConfigError, match="exact_match_reward"):
+        reward_functions(RewardArguments(["exact_mach_reward"]))
+    with pytest.raises(ConfigError, match="No reward is given"):
+        RewardArguments()
