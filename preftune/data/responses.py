@@ -49,10 +49,12 @@ def parse_response(
             "tokenizer.response_template."
         )
     ids = list(ids)
+    if not ids:  # transformers takes an empty list for an empty batch
+        return {"role": "assistant", "content": ""}
     try:
         schema = _with_types_of(tools, tokenizer.response_template)
         message = tokenizer.parse_response(ids, schema, prefix=prefix if prefix is not None else "", tools=tools)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         message = {"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)}
     content = message.get("content") or ""
     if tokenizer.eos_token:

@@ -20,6 +20,9 @@ Stream = tuple[int, ...]
 class RolloutBackend(ABC):
     """Draws completions of the policy; a new backend implements `generate`, and `load_weights` where it has its own."""
 
+    needs_weights: bool = False
+    """Whether it has weights of its own: a trainer then calls `load_weights` before a round, after each step."""
+
     @abstractmethod
     def generate(
         self,

@@ -5,20 +5,31 @@ One place knows every backend by name; a trainer that is given a backend object 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import nn
 
 from preftune.configs.rollout import RolloutConfig
 from preftune.rollouts.base import RolloutBackend
 from preftune.rollouts.continuous import ContinuousBackend
+from preftune.rollouts.http import server_url
 from preftune.rollouts.local import LocalBackend
+from preftune.rollouts.server import ServerBackend
+from preftune.rollouts.transfer import NcclTransfer, ReloadTransfer
+from preftune.rollouts.weights import check_mergeable
 from preftune.types import Sampling
+
+_SHARE = 0.9  # of the time that other ranks wait, so that an error of the server's is seen before theirs
 
 
 def sampling_of(args: RolloutConfig, eos_token_ids: Collection[int]) -> Sampling:
     """How the completions of a run are drawn; every id of `eos_token_ids` ends one."""
+    extra = dict(cast(dict[str, Any], args.generation_kwargs or {}))
+    if args.vllm_structured_outputs_regex is not None:
+        extra["structured_outputs"] = {"regex": args.vllm_structured_outputs_regex}
     return Sampling(
         max_new_tokens=args.max_completion_length,
         temperature=args.temperature,
@@ -28,12 +39,27 @@ def sampling_of(args: RolloutConfig, eos_token_ids: Collection[int]) -> Sampling
         repetition_penalty=args.repetition_penalty,
         eos_token_ids=tuple(sorted(eos_token_ids)),
         seed=args.seed,
-        extra=dict(args.generation_kwargs or {}),  # pyright: ignore[reportArgumentType, reportCallIssue]
+        extra=extra,
     )
 
 
 def make_backend(args: RolloutConfig, model: nn.Module, tokenizer: Any) -> RolloutBackend:
     """The backend that `args` ask for, for this policy."""
+    if args.resolved_rollout_backend == "server":
+        return _server(args, model)
     if args.resolved_rollout_backend == "continuous":
-        return ContinuousBackend(model, options=args.transformers_continuous_batching_config)
+        return ContinuousBackend(model, options=cast(Any, args.transformers_continuous_batching_config))
     return LocalBackend(model, pad_token_id=tokenizer.pad_token_id, precision=args.rollout_precision)  # pyright: ignore
+
+
+def _server(args: RolloutConfig, model: nn.Module) -> ServerBackend:
+    check_mergeable(model)  # before anything waits for the server
+    folder = args.vllm_weights_dir
+    if folder is None and not torch.cuda.is_available():
+        folder = os.path.join(args.output_dir or ".", "vllm_weights")
+    return ServerBackend(
+        server_url(args.vllm_server_base_url, args.vllm_server_host, args.vllm_server_port),
+        transfer=NcclTransfer() if folder is None else ReloadTransfer(folder),
+        connect_timeout=args.vllm_server_timeout,
+        generation_timeout=_SHARE * args.ddp_timeout,
+    )

@@ -87,8 +87,9 @@ class LocalBackend(RolloutBackend):
         policy = structure.unwrap(self.model)
         check_ids(policy, prompts)
         limit = structure.learned_position_limit(policy)
-        budgets = [budget_of(len(prompt), sampling.max_new_tokens, limit) for prompt in prompts]
-        if min(budgets) < sampling.max_new_tokens:
+        asked = sampling.budgets or [sampling.max_new_tokens] * len(prompts)
+        budgets = [budget_of(len(prompt), most, limit) for prompt, most in zip(prompts, asked, strict=True)]
+        if any(budget < most for budget, most in zip(budgets, asked)):
             self._tell(
                 f"the model has {limit} positions: some completions get less than {sampling.max_new_tokens} tokens"
             )

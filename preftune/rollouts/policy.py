@@ -11,11 +11,11 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
-from preftune.callbacks.isolation import isolated
 from preftune.errors import RolloutError
 from preftune.models import structure
 from preftune.models.attention import attention_function
 from preftune.models.distributed import is_sharded
+from preftune.models.isolation import isolated
 
 
 @contextmanager
@@ -40,6 +40,7 @@ def generating(policy: nn.Module, *, seed: int | None = None) -> Iterator[None]:
         stack.enter_context(torch.autocast(structure.input_device(policy).type, enabled=False))
         stack.enter_context(attention_function(policy, None))
         stack.enter_context(_without_autocast(policy))
+        stack.enter_context(_without_router_loss(policy))
         yield
 
 
@@ -56,6 +57,20 @@ def _without_autocast(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         state["forward"] = wrapped
+
+
+@contextmanager
+def _without_router_loss(model: nn.Module) -> Iterator[None]:
+    """A mixture of experts computes its balancing loss at every call; over a cache its mask does not even fit."""
+    config = vars(structure.text_config(model))
+    if not config.get("output_router_logits"):
+        yield
+        return
+    config["output_router_logits"] = False
+    try:
+        yield
+    finally:
+        config["output_router_logits"] = True
 
 
 def check_ids(policy: nn.Module, prompts: Sequence[Sequence[int]]) -> None:

@@ -1,0 +1,159 @@
+"""The policy's weights as a checkpoint has them: whole tensors under their public names, adapters merged in.
+
+The policy is only read: a layer is merged in a copy of it, and one layer at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+
+from preftune.errors import RolloutError
+from preftune.models import structure
+from preftune.models.adapters import is_prompt_learning, peft_model
+from preftune.models.distributed import full_tensor, is_sharded, reshard
+from preftune.rollouts.base import RolloutBackend
+
+Weights = Iterator[tuple[str, Tensor]]
+_WRAPPER = "_checkpoint_wrapped_module."  # accelerate's, around layers that recompute
+_REMEDY = "Use rollout_backend='local', or train without the adapter."
+
+
+class Follow:
+    """Gives a backend that draws with weights of its own those of the policy: before the first round, and after steps.
+
+    A collective; every rank calls it before it draws.
+    """
+
+    def __init__(self, backend: RolloutBackend) -> None:
+        self._backend = backend
+        self._step: int | None = None
+
+    def __call__(self, model: nn.Module, step: int) -> None:
+        if self._backend.needs_weights and step != self._step:
+            self._backend.load_weights(policy_weights(model))
+            self._step = step
+
+
+@torch.no_grad()
+def policy_weights(model: nn.Module) -> Weights:
+    """`(name, tensor)` of each weight and saved buffer, tied ones once; detached, on its own device.
+
+    A collective where the model is sharded: every rank has to go through all of it. Loading the tensors by
+    `from_pretrained` gives a model with the policy's logits (tested with LoRA, tied embeddings, mixture of experts).
+
+    Raises:
+        RolloutError: adapters that cannot be merged, or are sharded.
+    """
+    policy = structure.unwrap(model)
+    check_mergeable(policy)
+    peft = peft_model(policy)
+    base: Any = policy if peft is None else peft.get_base_model()
+    reshard(base)
+    named = _whole(base) if peft is None else _merged(base)
+    sketch = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in _outline(base)}
+    if set(revert_weight_conversion(base, dict(sketch))) == set(sketch):
+        yield from named
+    else:  # transformers stacks what checkpoints keep apart, such as experts; that needs all of them
+        yield from revert_weight_conversion(base, dict(named)).items()
+
+
+def check_mergeable(policy: nn.Module) -> None:
+    """Raises a RolloutError where another process cannot run what this policy is, as plain weights."""
+    peft = peft_model(policy)
+    if peft is None:
+        return
+    if is_prompt_learning(peft):
+        raise RolloutError(f"a server cannot take over the virtual tokens of prompt learning. {_REMEDY}")
+    if is_sharded(peft.parameters()):
+        raise RolloutError(
+            "adapters of a sharded policy (FSDP2, ZeRO-3) cannot be merged for a server; train with DDP or ZeRO-2."
+        )
+    base = peft.get_base_model()
+    uses = Counter(id(p) for module in base.modules() for p in module._parameters.values() if p is not None)
+    for name, layer in _adapter_layers(base):
+        if isinstance(layer, BaseTunerLayer):
+            own = dict(layer.get_base_layer().named_parameters())
+            if not all(p.is_floating_point() for p in own.values()):
+                raise RolloutError(f"the weights of {name!r} are quantised, so its adapter cannot be merged. {_REMEDY}")
+            if any(uses[id(p)] > 1 for p in own.values()):
+                raise RolloutError(
+                    f"the adapter on {name!r} would, once merged, also change the module that shares its weight "
+                    f"(tied embeddings). Leave that module out of target_modules. {_REMEDY}"
+                )
+
+
+def _outline(base: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
+    """Name, shape and type of every weight of the model without adapters, without gathering anything."""
+    layers = dict(_adapter_layers(base))
+    seen: set[int] = set()
+    for name, tensor in base.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen and _owner(name, layers) is None:
+            seen.add(id(tensor))
+            yield _public(name), tuple(tensor.shape), tensor.dtype
+    for name, layer in layers.items():
+        own = layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else _original(layer)
+        for key, tensor in own.state_dict().items():
+            yield _public(f"{name}.{key}"), tuple(tensor.shape), tensor.dtype
+
+
+def _whole(base: nn.Module) -> Weights:
+    seen: set[int] = set()
+    for name, tensor in base.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield _public(name), full_tensor(tensor)
+
+
+def _merged(base: nn.Module) -> Weights:
+    layers = dict(_adapter_layers(base))
+    seen: set[int] = set()
+    for name, tensor in base.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen and _owner(name, layers) is None:
+            seen.add(id(tensor))
+            yield _public(name), tensor.detach()
+    for name, layer in layers.items():
+        for key, tensor in _without_adapter(layer).state_dict().items():
+            yield _public(f"{name}.{key}"), tensor
+
+
+def _without_adapter(layer: Any) -> nn.Module:
+    """A copy of the layer below, with the active adapters merged into it."""
+    scratch = copy.deepcopy(layer)
+    if isinstance(scratch, AuxiliaryTrainingWrapper):
+        return scratch.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+    for part in reversed([m for m in scratch.modules() if isinstance(m, BaseTunerLayer)]):
+        if not part.disable_adapters:
+            part.merge(adapter_names=list(part.active_adapters))  # pyright: ignore
+    return scratch.get_base_layer()
+
+
+def _original(layer: Any) -> nn.Module:
+    whole = layer.unload_and_optionally_merge_module(merge=False, safe_merge=False, adapter_names=None)
+    return whole.get_base_layer() if isinstance(whole, BaseTunerLayer) else whole
+
+
+def _adapter_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The outermost modules that PEFT put in the place of others, by name."""
+    for name, child in module.named_children():
+        if isinstance(child, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            yield prefix + name, child
+        else:
+            yield from _adapter_layers(child, f"{prefix}{name}.")
+
+
+def _owner(name: str, layers: dict[str, Any]) -> str | None:
+    parts = name.split(".")
+    return next((p for i in range(len(parts)) if (p := ".".join(parts[: i + 1])) in layers), None)
+
+
+def _public(name: str) -> str:
+    return name.replace(_WRAPPER, "")
