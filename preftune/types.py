@@ -15,6 +15,33 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class TreeImages:
+    """What a vision-language model is given of the images of a tree, besides token ids.
+
+    Attributes:
+        prompts: For each prompt the arguments of the model's forward that its images make (`pixel_values`,
+            `image_grid_thw`, ...), empty where it has none. Rows of a batch are put one after another along their first
+            axis; further axes of unlike size are filled up with zeros.
+        tokens: `[N]` integers for each flat token (`token_type_ids`, `mm_token_type_ids`), by the argument's name.
+    """
+
+    prompts: tuple[Mapping[str, Tensor], ...]
+    tokens: Mapping[str, Tensor]
+
+    def select(self, prompts: Sequence[int], flat: Tensor) -> TreeImages:
+        """Those of some prompts, with the flat tokens `flat` (numbers or a mask)."""
+        return TreeImages(
+            tuple(self.prompts[p] for p in prompts), {name: values[flat] for name, values in self.tokens.items()}
+        )
+
+    def to(self, device: Any, non_blocking: bool = False) -> TreeImages:
+        def move(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: tensor.to(device, non_blocking=non_blocking) for name, tensor in tensors.items()}
+
+        return TreeImages(tuple(map(move, self.prompts)), move(self.tokens))
+
+
+@dataclass(frozen=True)
 class PromptTree:
     """The token ids of a micro-batch: every prompt once, its branches right after it, no padding.
 
@@ -30,6 +57,7 @@ class PromptTree:
         predict_index: `[T]` flat index of the token whose hidden state predicts scored token t.
         target_index: `[T]` flat index of scored token t itself; `input_ids[target_index]` are the targets.
         branch_index: `[T]` number (0..B-1) of the branch of scored token t; non-decreasing.
+        images: Of its prompts, or None where none has any. They belong to all branches of a prompt.
     """
 
     layout: tuple[tuple[int, tuple[int, ...]], ...]
@@ -38,6 +66,7 @@ class PromptTree:
     predict_index: Tensor
     target_index: Tensor
     branch_index: Tensor
+    images: TreeImages | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -61,7 +90,7 @@ class PromptTree:
         moved = {
             f.name: getattr(self, f.name).to(device, non_blocking=non_blocking)
             for f in fields(self)
-            if f.name != "layout"
+            if f.name != "layout" and getattr(self, f.name) is not None
         }
         return PromptTree(layout=self.layout, **moved)
 
@@ -157,6 +186,8 @@ class Sampling:
         eos_token_ids: Every id that ends a completion. The id drawn is kept as its last token.
         seed: With the round and the sample's place in it, the key of the sample's own random stream.
         extra: Other options of the backend (`generation_kwargs`), applied last.
+        budgets: The budget of each prompt of a call where they differ; `max_new_tokens` is then the largest. A backend
+            may ignore it and draw too much.
     """
 
     max_new_tokens: int
@@ -168,6 +199,7 @@ class Sampling:
     eos_token_ids: tuple[int, ...] = ()
     seed: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
+    budgets: tuple[int, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -181,7 +213,7 @@ class Rollouts:
     """G completions of each of P prompts: sample g of prompt p stands at index p * G + g of every list.
 
     Attributes:
-        prompt_ids: P lists of token ids, each prompt once.
+        prompt_ids: P lists of token ids, each prompt once; one for each completion where they may differ (G is then 1).
         completion_ids: P * G lists of token ids, cut after the first end-of-sequence token, which is kept.
         finish_reasons: P * G; "stop" where a completion ended by itself, "length" where its budget was spent.
         logps: P * G lists, the sampler's log-probability of each completion token under softmax(logits / temperature),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from preftune.data.formats import PAIR_IDS
+from preftune.data.multimodal import with_images
 from preftune.data.supervised import UNSCORED
 from preftune.data.tree import build_tree
 
@@ -26,14 +27,21 @@ class PreferenceCollator:
     """Pairs to a tree of two branches a prompt: chosen 0, rejected 0, chosen 1, rejected 1, ...
 
     All branch tokens are scored. Columns of numbers (stored reference log-probabilities, weights) become float32
-    tensors `[rows]`; other columns are left out.
+    tensors `[rows]`; images go into the tree; other columns are left out.
+
+    Args:
+        processor: Of a vision-language model, for rows with images.
     """
+
+    def __init__(self, processor: Any = None) -> None:
+        self.processor = processor
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         ids = [tuple(np.asarray(row[column], np.int64) for column in PAIR_IDS) for row in rows]
         prompts = [prompt for prompt, _, _ in ids]
         tree = build_tree(prompts, [(chosen, rejected) for _, chosen, rejected in ids])
         lengths = torch.tensor([sum(map(len, parts)) for parts in ids])
+        tree = with_images(tree, rows, self.processor)
         return {"row_lengths": lengths, "tree": tree, **_numbers(rows, PAIR_IDS)}
 
 
@@ -42,7 +50,13 @@ class SFTCollator:
 
     A packed row gives one document for each of its `seq_lengths`. A token is scored where its label is not -100, but
     never the first of a document. Without labels every token counts. Columns of numbers become float32 tensors.
+
+    Args:
+        processor: Of a vision-language model, for rows with images, which are not packed.
     """
+
+    def __init__(self, processor: Any = None) -> None:
+        self.processor = processor
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         documents: list[np.ndarray] = []
@@ -58,6 +72,7 @@ class SFTCollator:
             masks.extend(np.split(scored, ends[:-1]))
         tree = build_tree([()] * len(documents), [[document] for document in documents], [[mask] for mask in masks])
         lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+        tree = with_images(tree, rows, self.processor)
         return {"row_lengths": lengths, "tree": tree, **_numbers(rows, SUPERVISED_COLUMNS)}
 
 
@@ -69,10 +84,12 @@ class UnpairedCollator:
 
     Args:
         max_length: Most tokens of prompt + mismatched completion; what belongs together was cut before.
+        processor: Of a vision-language model, for rows with images.
     """
 
-    def __init__(self, max_length: int | None = None) -> None:
+    def __init__(self, max_length: int | None = None, processor: Any = None) -> None:
         self.max_length = max_length
+        self.processor = processor
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Any]:
         prompts, branches = [], []
@@ -84,7 +101,8 @@ class UnpairedCollator:
             branches.append(answers)
         lengths = torch.tensor([len(p) + sum(map(len, b)) for p, b in zip(prompts, branches)])
         labels = torch.tensor([bool(row["label"]) for row in rows])
-        batch = {"row_lengths": lengths, "tree": build_tree(prompts, branches), "label": labels}
+        tree = with_images(build_tree(prompts, branches), rows, self.processor)
+        batch = {"row_lengths": lengths, "tree": tree, "label": labels}
         return batch | _numbers(rows, (*UNPAIRED_COLUMNS, "label"))
 
 

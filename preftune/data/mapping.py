@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, Features, IterableDataset, List, Value, is_caching_enabled
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets, is_caching_enabled
 from datasets import config as datasets_config
 
 from preftune.data.columns import column_names
@@ -72,6 +72,8 @@ def encode_dataset(
     key: Sequence[Any],
     name: str,
     keep: Collection[str] = (),
+    beside: Collection[str] = (),
+    batch_rows: int = BATCH_ROWS,
     num_proc: int | None = None,
 ) -> PreparedData:
     """Replaces the columns of `dataset` by the ids that `encode` makes of them.
@@ -83,6 +85,8 @@ def encode_dataset(
         key: All that the ids depend on besides the dataset, as JSON values.
         name: What to call the dataset in the report.
         keep: Columns to leave in place beside the ids.
+        beside: The same for large ones: they stay in the files of `dataset` and are not copied into the cache.
+        batch_rows: Rows to encode at a time.
         num_proc: The most processes to encode with, one for each `ROWS_PER_PROCESS`; streaming datasets ignore it.
 
     Raises:
@@ -90,8 +94,9 @@ def encode_dataset(
     """
     report = DataReport(name, streaming=isinstance(dataset, IterableDataset))
     keep = [column for column in column_names(dataset) if column in keep and column not in names]
+    beside = [column for column in column_names(dataset) if column in beside and column not in keep]
     if isinstance(dataset, IterableDataset):
-        return PreparedData(_stream(dataset, encode, names, keep, report), report)
+        return PreparedData(_stream(dataset, encode, names, keep + beside, report), report)
     if not len(dataset):
         raise DataFormatError(f"the {name} dataset has no rows. Check the split and the filters that made it.")
     dataset = dataset.with_format(None)
@@ -103,7 +108,7 @@ def encode_dataset(
         encode,
         with_indices=True,
         batched=True,
-        batch_size=BATCH_ROWS,
+        batch_size=batch_rows,
         remove_columns=[column for column in column_names(dataset) if column not in keep],
         features=features,
         num_proc=_processes(num_proc, len(dataset)),
@@ -111,7 +116,8 @@ def encode_dataset(
         cache_file_name=cache_file(dataset, fingerprint),
         desc=f"Tokenizing {name} dataset",
     )
-    return PreparedData(_keep_usable(encoded, names, report, fingerprint), report)
+    large = dataset.select_columns(beside) if beside else None
+    return PreparedData(_keep_usable(encoded, names, report, fingerprint, large), report)
 
 
 def _processes(num_proc: int | None, rows: int) -> int | None:
@@ -119,7 +125,9 @@ def _processes(num_proc: int | None, rows: int) -> int | None:
     return processes if processes > 1 else None  # a pool of one would only cost its start
 
 
-def _keep_usable(encoded: Dataset, names: Sequence[str], report: DataReport, fingerprint: str) -> Dataset:
+def _keep_usable(
+    encoded: Dataset, names: Sequence[str], report: DataReport, fingerprint: str, beside: Dataset | None
+) -> Dataset:
     table = encoded.data
     notes = {column: table.column(column).to_numpy() for column in NOTES}
     lengths = {column: _list_lengths(table.column(column)) for column in names}
@@ -128,6 +136,8 @@ def _keep_usable(encoded: Dataset, names: Sequence[str], report: DataReport, fin
     if not report.rows_out:
         raise DataFormatError(report.nothing_left())
     usable = encoded.remove_columns(list(NOTES), new_fingerprint=digest(fingerprint, "ids"))
+    if beside is not None:
+        usable = concatenate_datasets([usable, beside], axis=1)
     if not report.rows_dropped:
         return usable
     kept = rows[notes["_outcome"] == Outcome.KEPT]

@@ -6,6 +6,7 @@ processes and where a run was resumed do not matter.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 from torch.utils.data import Dataset as TorchDataset
 
+from preftune.data.multimodal import IMAGE_COLUMNS
 from preftune.data.samplers import EpochSampler
 from preftune.errors import DataFormatError
 
@@ -21,6 +23,7 @@ Row = Mapping[str, Any]
 MISMATCHED = "mismatched_ids"
 MOST_WAITING = 1000  # rows of one prompt in a row that a stream holds back
 _READ = 10_000
+_READ_IMAGES = 64
 
 
 class MismatchedRows(TorchDataset):
@@ -85,7 +88,7 @@ class MismatchedStream:
         waiting: list[Row] = []  # rows of one prompt
         earlier: list[Row] = []  # the first row, and the last one of another prompt than those that wait
         for row in self.rows:
-            if waiting and row["prompt_ids"] != waiting[0]["prompt_ids"]:
+            if waiting and _prompt(row) != _prompt(waiting[0]):
                 yield from _with(waiting, row)
                 earlier, waiting = [*(earlier or waiting)[:1], waiting[-1]], []
             waiting.append(row)
@@ -97,9 +100,14 @@ class MismatchedStream:
 
     def _before(self, row: Row, earlier: Sequence[Row]) -> Row:
         for other in earlier:
-            if other["prompt_ids"] != row["prompt_ids"]:
+            if _prompt(other) != _prompt(row):
                 return other
         raise one_prompt(self.name)
+
+
+def _prompt(row: Row) -> list[Any]:
+    """Ids and images: the same question about another image is another prompt."""
+    return [row.get(column) for column in ("prompt_ids", *IMAGE_COLUMNS)]
 
 
 def _with(rows: Iterable[Row], other: Row) -> Iterator[dict[str, Any]]:
@@ -107,18 +115,28 @@ def _with(rows: Iterable[Row], other: Row) -> Iterator[dict[str, Any]]:
 
 
 def prompt_groups(rows: Dataset) -> np.ndarray:
-    """A number for each row; rows with equal `prompt_ids` have the same. The first row has 0."""
-    known: dict[bytes, int] = {}
+    """A number for each row; rows with equal `prompt_ids` and images have the same. The first row has 0."""
+    known: dict[Any, int] = {}
     groups = np.empty(len(rows), np.int64)
     place = 0
-    tables: Any = rows.select_columns(["prompt_ids"]).with_format("arrow").iter(_READ)
+    shown = [column for column in IMAGE_COLUMNS if column in rows.column_names]
+    tables: Any = (
+        rows.select_columns(["prompt_ids", *shown]).with_format("arrow").iter(_READ_IMAGES if shown else _READ)
+    )
     for table in tables:
+        images = [_digests(table.column(column)) for column in shown]
+        row = 0
         for chunk in table.column("prompt_ids").chunks:
             ends, ids = chunk.offsets.to_numpy(), chunk.values.to_numpy(zero_copy_only=False)
             for start, end in zip(ends[:-1], ends[1:]):
-                groups[place] = known.setdefault(ids[start:end].tobytes(), len(known))
-                place += 1
+                key = (ids[start:end].tobytes(), *(digests[row] for digests in images))
+                groups[place] = known.setdefault(key, len(known))
+                place, row = place + 1, row + 1
     return groups
+
+
+def _digests(column: Any) -> list[bytes]:
+    return [hashlib.blake2b(repr(images).encode(), digest_size=16).digest() for images in column.to_pylist()]
 
 
 def next_other_prompt(order: np.ndarray, groups: np.ndarray) -> np.ndarray:
@@ -138,9 +156,10 @@ def require_two_prompts(rows: Dataset, name: str) -> None:
     Raises:
         DataFormatError: all rows have the same prompt.
     """
-    prompts = (dict(row)["prompt_ids"] for row in rows.select_columns(["prompt_ids"]).with_format(None))
+    columns = [column for column in ("prompt_ids", *IMAGE_COLUMNS) if column in rows.column_names]
+    prompts = (_prompt(dict(row)) for row in rows.select_columns(columns).with_format(None))
     first = next(prompts)
-    if all(ids == first for ids in prompts):
+    if all(prompt == first for prompt in prompts):
         raise one_prompt(name)
 
 

@@ -17,6 +17,7 @@ from preftune.data.formats import (
     PreferenceSource,
     read_preference_row,
 )
+from preftune.data.image_texts import ImageEncoder
 from preftune.data.mapping import EncodedRow, as_columns
 from preftune.data.report import Outcome
 from preftune.data.templates import Chat, ChatRenderer
@@ -33,6 +34,7 @@ class PreferenceEncoder:
     max_length: int | None
     truncation_mode: str
     needs_prompt: bool = True
+    images: ImageEncoder | None = None
 
     def __call__(self, batch: Mapping[str, list], rows: list[int]) -> dict[str, list]:
         if self.source == "ids":
@@ -49,14 +51,17 @@ class PreferenceEncoder:
             for place, row in enumerate(rows)
         ]
         pairs = [(row, pair) for row, pair in zip(rows, read) if isinstance(pair, PreferenceRow)]
-        prompts, wholes = self._texts(pairs)
+        if self.images is not None:
+            prompts, wholes = self._texts_with_images(self.images, pairs, self.images.read(batch, rows))
+        else:
+            prompts, wholes = self._texts(pairs)
         branches = iter(self.encoder.branches(prompts, wholes))
         return [
             EncodedRow((), outcome=pair) if isinstance(pair, Outcome) else self._finish(pair, next(branches))
             for pair in read
         ]
 
-    def _texts(self, pairs: Sequence[tuple[int, PreferenceRow]]) -> tuple[list[str], list[tuple[str, str]]]:
+    def _texts(self, pairs: Sequence[tuple[int, PreferenceRow]]) -> tuple[list[str], list[tuple[str, ...]]]:
         """The text of each prompt, and the two texts of prompt + answer."""
         chats = []
         for row, pair in pairs:
@@ -68,7 +73,8 @@ class PreferenceEncoder:
                     Chat(pair.prompt + answer, row, False, *options) for answer in (pair.chosen, pair.rejected)
                 )
         rendered = iter(self.renderer.render(chats) if chats else ())
-        prompts, wholes = [], []
+        prompts: list[str] = []
+        wholes: list[tuple[str, ...]] = []
         for _, pair in pairs:
             if pair.is_text:
                 prompts.append(pair.prompt)
@@ -77,6 +83,21 @@ class PreferenceEncoder:
                 prompts.append(next(rendered) if pair.prompt else "")
                 wholes.append((next(rendered), next(rendered)))
         return prompts, wholes
+
+    def _texts_with_images(
+        self, encoder: ImageEncoder, pairs: Sequence[tuple[int, PreferenceRow]], images: Mapping[int, list[Any]]
+    ) -> tuple[list[str], list[tuple[str, ...]]]:
+        """The same with the placeholders of images spelled out."""
+        for row, pair in pairs:
+            if not pair.is_text:
+                pair.prompt, chosen = encoder.place([pair.prompt, pair.chosen], images[row], row)
+                pair.rejected = encoder.place([pair.rejected], [], row)[0]
+                pair.chosen = chosen
+        prompts, wholes = self._texts(pairs)
+        expanded = [
+            encoder.expand(prompt, whole, images[row], row) for (row, _), prompt, whole in zip(pairs, prompts, wholes)
+        ]
+        return [text.prompt for text in expanded], [text.wholes for text in expanded]
 
     def _finish(self, pair: PreferenceRow, branches: Branches) -> EncodedRow:
         prompt, (chosen, rejected) = branches.prompt, branches.answers

@@ -31,6 +31,7 @@ class Outcome(IntEnum):
     ANSWER_FILLS = 5
     NOTHING_SCORED = 6
     OVERLONG = 7
+    IMAGE_CUT = 8
 
 
 REASONS: dict[Outcome, str] = {
@@ -41,6 +42,7 @@ REASONS: dict[Outcome, str] = {
     Outcome.ANSWER_FILLS: "an answer that fills max_length (keep_end leaves no prompt)",
     Outcome.NOTHING_SCORED: "no token to score",
     Outcome.OVERLONG: "more than max_length tokens",
+    Outcome.IMAGE_CUT: "an image beyond max_length",
 }
 REMEDIES: dict[Outcome, str] = {
     Outcome.IDENTICAL: "A pair of equal answers has no gradient: check how the pairs were made.",
@@ -50,6 +52,7 @@ REMEDIES: dict[Outcome, str] = {
     Outcome.ANSWER_FILLS: "Raise max_length, or use truncation_mode='keep_start'.",
     Outcome.NOTHING_SCORED: "Check completion_only_loss, assistant_only_loss, labels and max_length.",
     Outcome.OVERLONG: "Raise max_length, or set overlong='cut'.",
+    Outcome.IMAGE_CUT: "Raise max_length, or make the images smaller: their tokens count.",
 }
 
 

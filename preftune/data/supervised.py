@@ -11,6 +11,7 @@ from typing import Any
 
 from preftune.data.encoding import Ids, TextEncoder, common_prefix_length
 from preftune.data.formats import SUPERVISED_COLUMNS, SupervisedRow, SupervisedSource, read_supervised_row
+from preftune.data.image_texts import ImageEncoder
 from preftune.data.mapping import EncodedRow, as_columns
 from preftune.data.preference import check_ids
 from preftune.data.report import Outcome
@@ -36,6 +37,7 @@ class SupervisedEncoder:
     completion_only: bool
     assistant_only: bool
     formatting_func: Callable[[dict[str, Any]], str] | None = None
+    images: ImageEncoder | None = None
 
     def __call__(self, batch: Mapping[str, list], rows: list[int]) -> dict[str, list]:
         if self.source == "ids":
@@ -46,6 +48,7 @@ class SupervisedEncoder:
 
     def _encode(self, batch: Mapping[str, list], rows: list[int]) -> list[EncodedRow]:
         read = [self._read(batch, place, row) for place, row in enumerate(rows)]
+        shown = self._place(self.images, read, batch, rows) if self.images is not None else {}
         if self.assistant_only:
             return self._marked(read, rows)
         chats = []
@@ -63,10 +66,33 @@ class SupervisedEncoder:
             else:
                 prompts.append(next(rendered) if item.prompt is not None else "")
                 wholes.append((next(rendered),))
+        tokens: list[frozenset[int]] = [frozenset()] * len(rows)
+        if self.images is not None:
+            expanded = [self.images.expand(p, w, shown[row], row) for row, p, w in zip(rows, prompts, wholes)]
+            prompts, wholes = [text.prompt for text in expanded], [text.wholes for text in expanded]
+            tokens = [self.images.ids_of(text.tokens) for text in expanded]
         branches = self.encoder.branches(prompts, wholes)
-        return [self._finish(item, b.prompt, b.answers[0], b.moved) for item, b in zip(read, branches)]
+        return [
+            self._finish(item, b.prompt, b.answers[0], b.moved, kept) for item, b, kept in zip(read, branches, tokens)
+        ]
 
-    def _finish(self, item: SupervisedRow, prompt: Ids, answer: Ids, moved: int) -> EncodedRow:
+    @staticmethod
+    def _place(
+        encoder: ImageEncoder, read: Sequence[SupervisedRow], batch: Mapping[str, list], rows: list[int]
+    ) -> dict[int, list[Any]]:
+        """The images of each row, put into its messages."""
+        images = encoder.read(batch, rows)
+        for row, item in zip(rows, read):
+            if not item.is_text:
+                *prompt, item.completion = encoder.place(
+                    [item.completion] if item.prompt is None else [item.prompt, item.completion], images[row], row
+                )
+                item.prompt = prompt[0] if prompt else None
+        return images
+
+    def _finish(
+        self, item: SupervisedRow, prompt: Ids, answer: Ids, moved: int, images: frozenset[int] = frozenset()
+    ) -> EncodedRow:
         ends = self.encoder.ends
         if item.is_text:
             opened = self.encoder.open([*prompt, *answer])
@@ -75,7 +101,7 @@ class SupervisedEncoder:
             answer = self.encoder.close(item.completion, opened[len(prompt) :])
         unended = bool(ends) and ends.isdisjoint(answer[-8:])
         scored = [not self.completion_only] * len(prompt) + [True] * len(answer)
-        return self._cut([*prompt, *answer], scored, moved, unended)
+        return self._cut([*prompt, *answer], scored, moved, unended, images=images)
 
     def _marked(self, read: Sequence[SupervisedRow], rows: list[int]) -> list[EncodedRow]:
         """Conversations of which only marked tokens are scored, after the prompt if only completions are."""
@@ -115,14 +141,25 @@ class SupervisedEncoder:
             for column, mask in zip((column for column in MASKS if column in batch), masks):
                 _check_length(mask, ids, row, column)
             scored = [all(marks) for marks in zip(*masks)] if masks else [True] * len(ids)
-        return self._cut(ids, scored, labels=labels)
+        images = self.images.ids_of([self.images.token]) if self.images is not None else frozenset()
+        return self._cut(ids, scored, labels=labels, images=images)
 
     def _cut(
-        self, ids: Ids, scored: list[bool], moved: int = 0, unended: bool = False, labels: Ids | None = None
+        self,
+        ids: Ids,
+        scored: list[bool],
+        moved: int = 0,
+        unended: bool = False,
+        labels: Ids | None = None,
+        images: frozenset[int] = frozenset(),
     ) -> EncodedRow:
+        if images:  # what stands for an image is nothing to learn to say
+            scored = [keep and token not in images for token, keep in zip(ids, scored)]
         if labels is None:
             labels = [token if keep else UNSCORED for token, keep in zip(ids, scored)]
         lost = 0
+        if self.max_length is not None and not images.isdisjoint(ids[self.max_length :]):
+            return EncodedRow((ids, labels), Outcome.IMAGE_CUT)
         if self.max_length is not None and len(ids) > self.max_length:
             lost = len(ids) - self.max_length
             kept = slice(lost, None) if self.truncation_mode == "keep_end" else slice(self.max_length)

@@ -14,6 +14,7 @@ from datasets.fingerprint import Hasher
 from preftune.data.columns import check_plain, column_names, first_row, rename_columns
 from preftune.data.encoding import TextEncoder
 from preftune.data.formats import PAIR_IDS, preference_source, supervised_source
+from preftune.data.image_texts import image_encoder
 from preftune.data.mapping import PreparedData, encode_dataset, tokenizer_key
 from preftune.data.preference import PreferenceEncoder
 from preftune.data.report import DataReport
@@ -40,6 +41,7 @@ def prepare_preference(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     keep_columns: Collection[str] = (),
+    processor: Any = None,
     name: str = "train",
 ) -> PreparedData:
     """Pairs of texts or messages, with or without a prompt column, to `prompt_ids`, `chosen_ids` and `rejected_ids`.
@@ -55,6 +57,7 @@ def prepare_preference(
         chat_template: Used instead of the tokenizer's.
         chat_template_kwargs: Options of the template for all rows; those of a row win.
         keep_columns: Columns to carry along; `ref_chosen_logps` and `ref_rejected_logps` always are.
+        processor: Of a vision-language model, needed for rows with `image` or `images`; its chat template is then used.
         name: What the report calls the dataset.
 
     Raises:
@@ -65,13 +68,16 @@ def prepare_preference(
     encoder = TextEncoder(tokenizer, eos_token_ids=eos_token_ids)
     options = dict(chat_template_kwargs or {})
     source = preference_source(column_names(dataset), first_row(dataset, name), name)
-    encode = PreferenceEncoder(
-        encoder, ChatRenderer(tokenizer, chat_template, options), source, max_length, truncation_mode
-    )
+    images = image_encoder(dataset, processor, max_length, truncation_mode, name)
+    if images is not None:
+        chat_template = chat_template or images.chat_template
+    renderer = ChatRenderer(tokenizer, chat_template, options)
+    encode = PreferenceEncoder(encoder, renderer, source, max_length, truncation_mode, images=images)
     key = ["preference", source, max_length, truncation_mode, sorted(encoder.ends), options]
-    key += tokenizer_key(tokenizer, chat_template)
+    key += [*tokenizer_key(tokenizer, chat_template), *([images.key] if images is not None else [])]
     keep = {*keep_columns, *REFERENCE_COLUMNS}
-    return encode_dataset(dataset, encode, PAIR_IDS, key=key, name=name, keep=keep, num_proc=num_proc)
+    how = {} if images is None else images.how
+    return encode_dataset(dataset, encode, PAIR_IDS, key=key, name=name, keep=keep, num_proc=num_proc, **how)
 
 
 def prepare_sft(
@@ -91,6 +97,7 @@ def prepare_sft(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     keep_columns: Collection[str] = (),
+    processor: Any = None,
     name: str = "train",
 ) -> PreparedData:
     """Texts, messages or prompts with completions to `input_ids` and `labels` (-100: not scored).
@@ -128,6 +135,14 @@ def prepare_sft(
     formatting_func = formatting_func if source == "formatted" else None
     completion_only = source == "completions" if completion_only_loss is None else completion_only_loss
     assistant_only = assistant_only_loss and source != "ids"
+    images = image_encoder(dataset, processor, max_length, truncation_mode, name)
+    if images is not None:
+        chat_template = chat_template or images.chat_template
+        if assistant_only and images.shows_images:
+            raise ConfigError(
+                f"assistant_only_loss=True is not supported for rows with images, which the {name} dataset has. Give "
+                "the rows 'prompt' and 'completion': then only completions are scored."
+            )
     renderer = ChatRenderer(tokenizer, chat_template, options)
     marked = renderer.marked_template() if assistant_only else None
     if marked is not None:
@@ -142,12 +157,14 @@ def prepare_sft(
         completion_only,
         assistant_only,
         formatting_func,
+        images,
     )
     key = ["sft", source, max_length, truncation_mode, dataset_text_field, completion_only, marked]
     key += [encoder.eos, sorted(encoder.ends), options, Hasher.hash(formatting_func)]
-    key += tokenizer_key(tokenizer, chat_template)
+    key += [*tokenizer_key(tokenizer, chat_template), *([images.key] if images is not None else [])]
     keep = {*keep_columns} - {"completion_mask", "assistant_masks"}
-    return encode_dataset(dataset, encode, SUPERVISED_IDS, key=key, name=name, keep=keep, num_proc=num_proc)
+    how = {} if images is None else images.how
+    return encode_dataset(dataset, encode, SUPERVISED_IDS, key=key, name=name, keep=keep, num_proc=num_proc, **how)
 
 
 def _check_stop(tokenizer: Any, template: str, name: str) -> None:

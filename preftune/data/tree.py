@@ -94,7 +94,11 @@ def select_prompts(tree: PromptTree, chosen: Sequence[int]) -> PromptTree:
         branch += len(tree.layout[p][1])
     cat = {k: torch.cat(v) for k, v in parts.items()}
     layout = tuple(tree.layout[p] for p in chosen)
-    return PromptTree(layout, cat["ids"], cat["pos"], cat["predict"], cat["target"], cat["owner"])
+    images = None
+    if tree.images is not None:
+        flat_index = torch.cat([torch.arange(int(starts[p]), int(starts[p + 1]), device=target.device) for p in chosen])
+        images = tree.images.select(chosen, flat_index)
+    return PromptTree(layout, cat["ids"], cat["pos"], cat["predict"], cat["target"], cat["owner"], images)
 
 
 def select_branch(tree: PromptTree, number: int) -> PromptTree:
@@ -116,6 +120,7 @@ def select_branch(tree: PromptTree, number: int) -> PromptTree:
         place_N[tree.predict_index[keep_T]],
         place_N[tree.target_index[keep_T]],
         prompt_of_branch[tree.branch_index[keep_T]],
+        None if tree.images is None else tree.images.select(range(tree.num_prompts), keep_N),
     )
 
 

@@ -23,12 +23,14 @@ from preftune.data.formats import (
     read_supervised_row,
     template_options,
 )
+from preftune.data.image_texts import ImageEncoder, image_encoder
 from preftune.data.mapping import STREAM_ROWS, EncodedRow, PreparedData, as_columns, encode_dataset, tokenizer_key
 from preftune.data.pairs import unpair_batch
 from preftune.data.preference import check_ids, cut_pair
 from preftune.data.report import Outcome
 from preftune.data.templates import Chat, ChatRenderer
 from preftune.data.tokenize import prepare_preference
+from preftune.errors import ConfigError
 
 UNPAIRED_IDS = ("prompt_ids", "completion_ids")
 LABEL = "label"
@@ -48,6 +50,7 @@ def prepare_unpaired(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     keep_columns: Collection[str] = (),
+    processor: Any = None,
     name: str = "train",
 ) -> PreparedData:
     """Rows with a label to `prompt_ids`, `completion_ids` and `label`.
@@ -63,18 +66,28 @@ def prepare_unpaired(
     check_plain(dataset, name)
     dataset = rename_columns(dataset, columns)
     source = unpaired_source(column_names(dataset), name)
+    images = image_encoder(dataset, processor, max_length, truncation_mode, name)
     common: dict[str, Any] = {"name": name, "num_proc": num_proc}
     if source == "pairs":
+        if images is not None and images.shows_images:
+            raise ConfigError(
+                f"the {name} dataset holds preference pairs with images, which are not made into labelled rows here. "
+                "Use unpair_preference_dataset(dataset), which makes two rows of each pair, or train with DPOTrainer."
+            )
         options = {"eos_token_ids": eos_token_ids, "chat_template": chat_template, "keep_columns": keep_columns}
         options |= {"chat_template_kwargs": chat_template_kwargs, "truncation_mode": truncation_mode}
+        options["processor"] = processor
         pairs = prepare_preference(dataset, tokenizer, max_length=max_length, **options, **common)
         return PreparedData(_unpair(pairs.dataset), pairs.report)
     encoder = TextEncoder(tokenizer, eos_token_ids=eos_token_ids)
     kwargs = dict(chat_template_kwargs or {})
+    if images is not None:
+        chat_template = chat_template or images.chat_template
+        common |= images.how
     renderer = ChatRenderer(tokenizer, chat_template, kwargs)
-    encode = UnpairedEncoder(encoder, renderer, source, max_length, truncation_mode)
+    encode = UnpairedEncoder(encoder, renderer, source, max_length, truncation_mode, images)
     key = ["unpaired", source, max_length, truncation_mode, sorted(encoder.ends), kwargs]
-    key += tokenizer_key(tokenizer, chat_template)
+    key += [*tokenizer_key(tokenizer, chat_template), *([images.key] if images is not None else [])]
     return encode_dataset(dataset, encode, UNPAIRED_IDS, key=key, keep={*keep_columns, LABEL}, **common)
 
 
@@ -121,6 +134,7 @@ class UnpairedEncoder:
     source: UnpairedSource
     max_length: int | None
     truncation_mode: str
+    images: ImageEncoder | None = None
 
     def __call__(self, batch: Mapping[str, list], rows: list[int]) -> dict[str, list]:
         for label, row in zip(batch[LABEL], rows):
@@ -135,6 +149,11 @@ class UnpairedEncoder:
         columns = [column for column in SUPERVISED_COLUMNS if column in batch]
         read = [self._read({column: batch[column][place] for column in columns}, row) for place, row in enumerate(rows)]
         usable = [(row, item) for row, item in zip(rows, read) if isinstance(item, SupervisedRow)]
+        shown = self.images.read(batch, rows) if self.images is not None else {}
+        if self.images is not None:
+            for row, item in usable:
+                if not item.is_text:
+                    item.prompt, item.completion = self.images.place([item.prompt, item.completion], shown[row], row)
         chats = []
         for row, item in usable:
             if not item.is_text:
@@ -146,6 +165,9 @@ class UnpairedEncoder:
             (item.prompt, item.prompt + item.completion) if item.is_text else (next(rendered), next(rendered))
             for _, item in usable
         ]
+        if self.images is not None:
+            expanded = [self.images.expand(p, (w,), shown[row], row) for (row, _), (p, w) in zip(usable, texts)]
+            texts = [(text.prompt, *text.wholes) for text in expanded]
         branches = iter(self.encoder.branches([prompt for prompt, _ in texts], [(whole,) for _, whole in texts]))
         return [
             EncodedRow((), outcome=item) if isinstance(item, Outcome) else self._finish(item, next(branches))

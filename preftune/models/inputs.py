@@ -5,6 +5,7 @@ Index arithmetic happens on plain integers of the layout, so nothing here waits 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -12,10 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
+from preftune.errors import ConfigError
 from preftune.models.attention import TREE_KEYWORD, Layout
 from preftune.models.kernels import TreeTable
-from preftune.types import PromptTree
+from preftune.types import PromptTree, TreeImages
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ def every_position(tree: PromptTree, layout: Layout) -> ModelInputs:
 
 
 def _tree_keywords(tree: PromptTree) -> dict[str, Any]:
+    if tree.images is not None:
+        raise ConfigError("rows with images are scored in the layout 'padded' alone; set attention_layout='padded'.")
     return {
         "input_ids": tree.input_ids[None],
         "position_ids": tree.position_ids[None],
@@ -96,7 +101,25 @@ def _padded_keywords(tree: PromptTree) -> dict[str, Any]:
     ids = torch.where(mask, tree.input_ids[index], 0)
     mask = mask.clone()
     mask[:, 0] = True
-    return {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+    keywords = {"input_ids": ids, "attention_mask": mask.long(), "use_cache": False}
+    return keywords if tree.images is None else keywords | _image_keywords(tree, tree.images)
+
+
+def _image_keywords(tree: PromptTree, images: TreeImages) -> dict[str, Tensor]:
+    """What the rows prompt + branch are given of images: each row all those of its prompt."""
+    index, mask = (t.to(tree.input_ids.device) for t in _rows(tree.layout))
+    tokens = {name: torch.where(mask, values[index], 0) for name, values in images.tokens.items()}
+    rows = [given for given, (_, branches) in zip(images.prompts, tree.layout, strict=True) for _ in branches]
+    names = dict.fromkeys(name for given in rows for name in given)
+    return tokens | {name: _stacked([given[name] for given in rows if name in given]) for name in names}
+
+
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors after one another along the first axis, others filled up with zeros: models take those for no image."""
+    sizes = [max(axis) for axis in zip(*(part.shape[1:] for part in parts))]
+    return torch.cat(
+        [F.pad(p, [n for has, wants in zip(p.shape[:0:-1], sizes[::-1]) for n in (0, wants - has)]) for p in parts]
+    )
 
 
 @lru_cache(maxsize=8)

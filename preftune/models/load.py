@@ -11,7 +11,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from transformers import AutoProcessor, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+    ProcessorMixin,
+)
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 from transformers.utils import is_bitsandbytes_available, is_peft_available
 
 from preftune.errors import ConfigError
@@ -66,6 +79,7 @@ def load_model(
         dtype = known[dtype]
     init_kwargs["dtype"] = dtype
     init_kwargs.setdefault("trust_remote_code", trust_remote_code)
+    auto_class = _class_for(model, auto_class, init_kwargs)
     try:
         if is_saved_adapter(model):
             return load_with_adapter(model, auto_class, init_kwargs)
@@ -75,6 +89,22 @@ def load_model(
             f"model {model!r} could not be loaded: {error}. Give a folder saved with save_pretrained or the name of a "
             "model that is on this machine or on the hub."
         ) from error
+
+
+def _class_for(name: str, auto_class: Any, init_kwargs: dict[str, Any]) -> Any:
+    """`AutoModelForImageTextToText` for the checkpoint of a vision-language model, else `auto_class`."""
+    if auto_class is not AutoModelForCausalLM:
+        return auto_class
+    source = {k: init_kwargs[k] for k in ("revision", "token", "cache_dir", "trust_remote_code") if k in init_kwargs}
+    try:
+        config = AutoConfig.from_pretrained(base_model_name(name) if is_saved_adapter(name) else name, **source)
+    except (OSError, ValueError):
+        return auto_class  # which says what is wrong
+    multimodal = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(config.model_type)
+    causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    # families in both lists say in their checkpoint which of the two it is
+    is_multimodal = multimodal is not None and (causal is None or multimodal in (config.architectures or []))
+    return AutoModelForImageTextToText if is_multimodal else auto_class
 
 
 def check_quantization(quantization_config: Any, init_kwargs: dict[str, Any] | None) -> None:

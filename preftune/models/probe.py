@@ -70,8 +70,13 @@ _layouts: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
 _plans: WeakKeyDictionary[nn.Module, HeadPlan] = WeakKeyDictionary()
 
 
-def choose_layout(model: nn.Module, requested: Literal["auto", "tree", "padded"] = "auto") -> LayoutChoice:
+def choose_layout(
+    model: nn.Module, requested: Literal["auto", "tree", "padded"] = "auto", *, images: bool = False
+) -> LayoutChoice:
     """The layout for `model`; `auto` takes the tree where a probe shows that it gives the numbers of `padded`.
+
+    Args:
+        images: The rows have images, which the tree has no place for.
 
     Raises:
         ConfigError: `tree` was requested and this model cannot take it, or `requested` is no layout.
@@ -81,7 +86,7 @@ def choose_layout(model: nn.Module, requested: Literal["auto", "tree", "padded"]
     if requested == "padded":
         return LayoutChoice("padded", "asked for by attention_layout='padded'" + _head_note(model))
     inner = structure.unwrap(model)
-    obstacle = structure_obstacle(inner)
+    obstacle = "the rows have images" if images else structure_obstacle(inner)
     if obstacle is None:
         if inner not in _layouts:
             _layouts[inner] = _numeric_obstacle(inner) or ""

@@ -260,14 +260,17 @@ class Stored(ReferenceModel):
 
 
 def branch_keys(tree: PromptTree, ld_alpha: float | None = None) -> list[bytes]:
-    """A hash of each branch with its prompt: ids, lengths and which tokens are scored; the same in every batch.
+    """A hash of each branch with its prompt: ids, images, lengths and scored tokens; the same in every batch.
 
     With `ld_alpha` a branch's number depends on the lengths of its siblings, which are then part of it.
     """
     ids, targets = tree.input_ids.cpu().numpy().astype(np.int64), tree.target_index.cpu().numpy()
     keys, start = [], 0
-    for prompt, branches in tree.layout:
+    images: Any = [{}] * tree.num_prompts if tree.images is None else tree.images.prompts
+    for (prompt, branches), shown in zip(tree.layout, images, strict=True):
         whole_prompt = hashlib.sha256(np.int64(prompt).tobytes() + ids[start : start + prompt].tobytes())
+        for name in sorted(shown):
+            whole_prompt.update(f"{name}{tuple(shown[name].shape)}".encode() + shown[name].cpu().numpy().tobytes())
         start += prompt
         bounds = np.searchsorted(targets, start + np.cumsum([0, *branches]))
         siblings = np.diff(bounds).astype(np.int64).tobytes()

@@ -23,6 +23,7 @@ from preftune.callbacks.attach import moves_reference
 from preftune.callbacks.jsonl_log import JsonlLogCallback
 from preftune.callbacks.progress import replace_default_progress
 from preftune.configs.base import BaseConfig
+from preftune.data.multimodal import images_read, is_multimodal
 from preftune.data.report import DataReport
 from preftune.errors import ConfigError, DataFormatError
 from preftune.models.adapters import is_our_reference
@@ -44,6 +45,7 @@ from preftune.trainers import extras
 from preftune.trainers import state as checkpoints
 from preftune.trainers.evaluation import check_best_metric, check_split_name, untraced
 from preftune.trainers.extras import RestoreRunningTotals, load_running_state, save_running_state
+from preftune.trainers.manifest import RunManifest
 from preftune.trainers.metrics import RunningMetrics
 from preftune.trainers.reference import attach_reference
 
@@ -111,6 +113,7 @@ class BaseTrainer(Trainer, ABC):
         )
         processing_class = self.adapt_processing_class(processing_class)
         self.tokenizer = tokenizer_of(processing_class)
+        self.processor = processing_class if is_multimodal(processing_class) else None
         self.eos_token_ids = eos_token_ids(model)
         train_dataset = self._prepare_training_data(train_dataset)
         eval_dataset = self._prepare_split(eval_dataset, "eval") if eval_dataset is not None else None
@@ -123,7 +126,8 @@ class BaseTrainer(Trainer, ABC):
             policy, peft_config, seed=args.seed, gradient_checkpointing=bool(args.gradient_checkpointing)
         )
         self.aux_loss_coef = enable_router_loss(policy, args.router_aux_loss_coef)
-        self.layout_choice = choose_layout(policy, args.attention_layout)
+        images = images_read(self.columns_read, self.processor, train_dataset, eval_dataset)
+        self.layout_choice = choose_layout(policy, args.attention_layout, images=images)
         self.layout = self.layout_choice.layout
         super().__init__(
             model=policy,
@@ -147,6 +151,7 @@ class BaseTrainer(Trainer, ABC):
             attach_reference(self, ref_model, peft_is_fresh=peft_config is not None, callbacks=callbacks)
         self.add_callback(RestoreRunningTotals(self))
         self.add_callback(JsonlLogCallback())
+        self.add_callback(RunManifest(self))
         replace_default_progress(self.callback_handler.callbacks)
         self._say_decisions()
 
@@ -201,9 +206,7 @@ class BaseTrainer(Trainer, ABC):
         if isinstance(dataset, dict):
             return {name: self._prepare_split(part, f"{split}_{name}") for name, part in dataset.items()}
         if not isinstance(dataset, Dataset | IterableDataset):
-            raise TypeError(
-                f"{split} dataset is a {type(dataset).__name__}; wanted a datasets.Dataset or IterableDataset."
-            )
+            raise TypeError(f"{split} dataset is a {type(dataset).__name__}; wanted a Dataset or IterableDataset.")
         with PartialState().local_main_process_first():
             dataset, self.data_reports[split] = self.prepare_dataset(dataset, split)
         return dataset

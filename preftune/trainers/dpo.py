@@ -14,6 +14,8 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from preftune.configs.dpo import DPOConfig
 from preftune.data.collate import PreferenceCollator
+from preftune.data.formats import PAIR_IDS
+from preftune.data.multimodal import IMAGE_COLUMNS
 from preftune.data.report import DataReport
 from preftune.data.tokenize import prepare_preference
 from preftune.losses.names import BATCH_COUPLED, PAIR_HYPER
@@ -51,7 +53,7 @@ class DPOTrainer(OfflineTrainer):
     config_class = DPOConfig
     name = "DPO"
     needs_reference = True
-    columns_read: ClassVar[tuple[str, ...]] = ("prompt_ids", "chosen_ids", "rejected_ids")
+    columns_read: ClassVar[tuple[str, ...]] = (*PAIR_IDS, *IMAGE_COLUMNS)
 
     def __init__(
         self,
@@ -201,9 +203,10 @@ class DPOTrainer(OfflineTrainer):
             num_proc=self.args.dataset_num_proc,
             eos_token_ids=self.eos_token_ids,
             keep_columns=self.extra_columns(dataset),
+            processor=self.processor,
             name=split,
         )
         return prepared.dataset, prepared.report
 
     def default_collator(self) -> PreferenceCollator:
-        return PreferenceCollator()
+        return PreferenceCollator(self.processor)

@@ -21,6 +21,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from preftune.configs.kto import KTOConfig
 from preftune.data.collate import UNPAIRED_COLUMNS, UnpairedCollator
 from preftune.data.mismatched import MismatchedRows, MismatchedSampler, MismatchedStream, require_two_prompts
+from preftune.data.multimodal import IMAGE_COLUMNS
 from preftune.data.report import DataReport
 from preftune.data.tree import select_branch
 from preftune.data.unpaired import LABEL, prepare_unpaired
@@ -61,7 +62,7 @@ class KTOTrainer(OfflineTrainer):
     config_class = KTOConfig
     name = "KTO"
     needs_reference = True
-    columns_read: ClassVar[tuple[str, ...]] = (*UNPAIRED_COLUMNS, LABEL)
+    columns_read: ClassVar[tuple[str, ...]] = (*UNPAIRED_COLUMNS, LABEL, *IMAGE_COLUMNS)
 
     def __init__(
         self,
@@ -260,6 +261,7 @@ class KTOTrainer(OfflineTrainer):
             num_proc=self.args.dataset_num_proc,
             eos_token_ids=self.eos_token_ids,
             keep_columns=self.extra_columns(dataset),
+            processor=self.processor,
             name=split,
         )
         if self.needs_baseline and isinstance(prepared.dataset, Dataset):
@@ -267,7 +269,7 @@ class KTOTrainer(OfflineTrainer):
         return prepared.dataset, prepared.report
 
     def default_collator(self) -> UnpairedCollator:
-        return UnpairedCollator(self.args.max_length)
+        return UnpairedCollator(self.args.max_length, self.processor)
 
     def _get_dataloader(
         self, dataset: Any, *args: Any, sampler_fn: Callable | None = None, is_training: bool = False, **kwargs: Any

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from preftune.configs.sft import SFTConfig
 from preftune.data.collate import SFTCollator
+from preftune.data.multimodal import IMAGE_COLUMNS, has_images
 from preftune.data.packing import pack_dataset
 from preftune.data.report import DataReport
 from preftune.data.tokenize import prepare_sft
@@ -47,7 +48,7 @@ class SFTTrainer(OfflineTrainer):
     config_class = SFTConfig
     name = "SFT"
     loss_unit = "tokens"
-    columns_read: ClassVar[tuple[str, ...]] = ("input_ids", "labels", "seq_lengths")
+    columns_read: ClassVar[tuple[str, ...]] = ("input_ids", "labels", "seq_lengths", *IMAGE_COLUMNS)
 
     def __init__(
         self,
@@ -122,6 +123,10 @@ class SFTTrainer(OfflineTrainer):
         if {"input_ids", "seq_lengths"} <= set(dataset.column_names or []):
             return dataset, DataReport(split)  # packed already, as `trainer.eval_dataset` may be
         pack = args.packing if split == "train" or args.eval_packing is None else args.eval_packing
+        if pack and has_images(dataset):
+            raise ConfigError(
+                f"packing joins rows of text, and the {split} dataset has images. Set packing=False (and eval_packing)."
+            )
         keeps_tails = pack and args.packing_strategy != "bfd"
         prepared = prepare_sft(
             dataset,
@@ -138,6 +143,7 @@ class SFTTrainer(OfflineTrainer):
             eos_token_ids=self.eos_token_ids,
             chat_template=read_chat_template(args.chat_template_path),
             keep_columns=self.extra_columns(dataset),
+            processor=self.processor,
             name=split,
         )
         rows = prepared.dataset
@@ -151,4 +157,4 @@ class SFTTrainer(OfflineTrainer):
         return rows, prepared.report
 
     def default_collator(self) -> SFTCollator:
-        return SFTCollator()
+        return SFTCollator(self.processor)

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.vision import tiny_vlm
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 
@@ -17,10 +19,13 @@ def snippets(page: Path) -> list[str]:
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, tiny_model, tokenizer, preference_rows):
+def folder(request, tmp_path, monkeypatch, tiny_model, tokenizer, preference_rows):
     monkeypatch.chdir(tmp_path)
     tiny_model().save_pretrained("my-model")
     tokenizer.save_pretrained("my-model")
+    if "vision.md" in request.node.name:
+        for part in tiny_vlm("llava"):
+            part.save_pretrained("my-vlm")
     Path("pairs.json").write_text(json.dumps(preference_rows["text"]))
     return tmp_path
 

@@ -5,12 +5,15 @@ Compared with a loop over tokens that follows the definition in `preftune.types`
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from preftune.data.tree import build_tree, select_branch, select_prompts, split_by_tokens
+from preftune.types import TreeImages
 
 ids = st.lists(st.integers(0, 99), max_size=4)
 branches = st.lists(st.tuples(ids.filter(len), st.integers(0, 15)), min_size=1, max_size=3)
@@ -111,6 +114,9 @@ def test_wrong_trees():
 
 def test_moving_a_tree_moves_all_of_it():
     tree = build_tree([[1, 2]], [[[3], [4, 5]]])
-    moved = tree.to("meta")
-    assert moved.layout == tree.layout
-    assert all(value.is_meta for name, value in vars(moved).items() if name != "layout")
+    images = TreeImages(({"pixel_values": torch.zeros(1, 3)},), {"token_type_ids": torch.zeros(5)})
+    moved = replace(tree, images=images).to("meta")
+    assert moved.layout == tree.layout and moved.images is not None
+    assert all(value.is_meta for name, value in vars(moved).items() if name not in ("layout", "images"))
+    assert moved.images.prompts[0]["pixel_values"].is_meta and moved.images.tokens["token_type_ids"].is_meta
+    assert tree.to("meta").images is None
