@@ -18,6 +18,7 @@ os.environ.update(
         "OMP_NUM_THREADS": "1",
         "COMET_ERROR_TRACKING_ENABLE": "false",  # else these two report to their makers while offline
         "WANDB_ERROR_REPORTING": "false",
+        "COMET_DISABLE_AUTO_LOGGING": "1",  # else it opens an experiment for every run of MLflow
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }
 )

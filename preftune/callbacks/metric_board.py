@@ -21,7 +21,16 @@ from preftune.callbacks.formatting import as_number, clean, format_value, sparkl
 GENERAL, TIMING, NOTES = "general", "timing", "notes"
 HISTORY = 7
 GUTTER = 3
-_TIMES = ("runtime", "samples_per_second", "steps_per_second", "preparation_time", "compilation_time")
+_TIMES = (
+    "runtime",
+    "samples_per_second",
+    "steps_per_second",
+    "seconds_per_sample",
+    "preparation_time",
+    "compilation_time",
+    "round_time",
+)
+LONGEST_NAME = 36
 
 
 @dataclass(frozen=True)
@@ -66,8 +75,8 @@ class MetricBoard:
             group, slash, rest = name.partition("/")
             if not metric.is_numeric:
                 late[NOTES][name] = metric
-            elif not slash and name.endswith(_TIMES):
-                late[TIMING][name] = metric
+            elif name.endswith(_TIMES):
+                late[TIMING][rest or name] = metric
             else:
                 groups.setdefault(group if slash else GENERAL, {})[rest if slash else name] = metric
         return {group: members for group, members in {**groups, **late}.items() if members}
@@ -132,7 +141,7 @@ def _table(group: str, members: Mapping[str, Metric], ascii_only: bool) -> Table
     if with_eval:
         table.add_column(Text("eval", style="dim"), justify="right", no_wrap=True)
     for name, metric in members.items():
-        cells = [Text(clean(name, max_length=28, ascii_only=ascii_only))]
+        cells = [Text(clean(name, max_length=LONGEST_NAME, ascii_only=ascii_only))]
         cells += [_cell(metric.train, metric.in_train)] if with_train else []
         cells += [Text(sparkline(metric.history))] if with_spark else []
         cells += [_cell(metric.eval, metric.in_eval)] if with_eval else []

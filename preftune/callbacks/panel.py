@@ -26,6 +26,12 @@ LAST_MOVE = "reference/last_move_step"
 SHOWN_ELSEWHERE = frozenset({"epoch", "step", "num_tokens", "total_flos", DRIFT, MOVES, LAST_MOVE})
 
 
+def belongs_on_board(key: str) -> bool:
+    """Whether a log value is a metric of the board, and not one of the facts above it; `eval_num_tokens` is none."""
+    name = key.removeprefix("eval_")
+    return name not in SHOWN_ELSEWHERE and not (name != key and name.endswith("_num_tokens"))
+
+
 @dataclass(frozen=True)
 class Bar:
     done: int = 0

@@ -22,7 +22,7 @@ from transformers.trainer_utils import has_length
 
 from preftune.callbacks.formatting import as_number, format_count
 from preftune.callbacks.live import LiveDisplay, can_animate
-from preftune.callbacks.panel import DRIFT, LAST_MOVE, MOVES, SHOWN_ELSEWHERE, Bar, RunView, plain_line, render
+from preftune.callbacks.panel import DRIFT, LAST_MOVE, MOVES, Bar, RunView, belongs_on_board, plain_line, render
 from preftune.callbacks.throughput import Throughput
 
 
@@ -166,7 +166,7 @@ class RichProgressCallback(TrainerCallback):
             self._view = dataclasses.replace(self._view, num_tokens=tokens, tokens_per_second=rate)
         self._view = dataclasses.replace(
             self._view,
-            board=self._view.board.with_logs({k: v for k, v in logs.items() if k not in SHOWN_ELSEWHERE}),
+            board=self._view.board.with_logs({k: v for k, v in logs.items() if belongs_on_board(k)}),
             epoch=as_number(logs.get("epoch", self._view.epoch)),
             drift=as_number(logs.get(DRIFT, self._view.drift)),
             moves=as_number(logs.get(MOVES, self._view.moves)),

@@ -29,6 +29,13 @@ class Tracker(ABC):
     """
 
     name: str = "tracker"
+    is_local: bool = False  # its files lie in the output folder
+
+    def attach(self) -> None:  # noqa: B027  (optional on purpose)
+        """Finds the run that is open; called before each log in the thread of training, so it must not wait.
+
+        Some libraries know the open run only in the thread that opened it.
+        """
 
     def begin(self, step: int) -> None:  # noqa: B027  (optional on purpose)
         """Training starts (0) or resumes at `step`: what was logged for later steps before is superseded."""
@@ -59,6 +66,7 @@ class TrackerQueue(Tracker):
 
     def __init__(self, tracker: Tracker, *, max_pending: int = 256, close_timeout: float = 10.0):
         self.name = tracker.name
+        self.is_local = tracker.is_local
         self.tracker = tracker
         self.dropped = 0
         self.failed = 0
@@ -75,11 +83,13 @@ class TrackerQueue(Tracker):
 
     def log_scalars(self, scalars: Mapping[str, Any], step: int) -> None:
         copied = {str(key): plain(value) for key, value in scalars.items()}
-        self._submit(lambda: self.tracker.log_scalars(copied, step))
+        if self._is_attached():
+            self._submit(lambda: self.tracker.log_scalars(copied, step))
 
     def log_table(self, name: str, rows: Sequence[Row], step: int) -> None:
         copied = [{str(key): plain(value) for key, value in row.items()} for row in rows]
-        self._submit(lambda: self.tracker.log_table(name, copied, step))
+        if self._is_attached():
+            self._submit(lambda: self.tracker.log_table(name, copied, step))
 
     def flush(self, timeout: float) -> bool:
         """Waits until all is written; False, with a warning, if that takes longer than `timeout` seconds.
@@ -108,6 +118,15 @@ class TrackerQueue(Tracker):
             self.flush(self._close_timeout)
         self.closed = True
         atexit.unregister(self.close)
+
+    def _is_attached(self) -> bool:
+        try:
+            self.tracker.attach()
+        except Exception as error:  # noqa: BLE001  (as in `_work`)
+            self.failed += 1
+            self._warn_once(f"{type(error).__name__}: {error}")
+            return False
+        return True
 
     def _submit(self, write: Callable[[], None]) -> None:
         if self.closed:

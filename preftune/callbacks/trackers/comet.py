@@ -5,13 +5,14 @@ Each log is an asset `{name}.csv` of its step with the new rows; together they a
 
 from __future__ import annotations
 
-import csv
 import importlib
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from preftune.callbacks.trackers.base import Row, Tracker
+from preftune.callbacks.trackers.cells import csv_text
 
 
 class CometTracker(Tracker):
@@ -22,6 +23,12 @@ class CometTracker(Tracker):
     def __init__(self) -> None:
         self._comet: Any = importlib.import_module("comet_ml")
 
+    @staticmethod
+    def run_is_open() -> bool:
+        library: Any = sys.modules.get("comet_ml")
+        experiment = None if library is None else library.get_running_experiment()
+        return experiment is not None and not experiment.ended
+
     def log_scalars(self, scalars: Mapping[str, Any], step: int) -> None:
         """Nothing: `report_to` does that, and twice would be twice."""
 
@@ -30,12 +37,7 @@ class CometTracker(Tracker):
         if experiment is None or experiment.ended:
             raise RuntimeError('no Comet experiment is running: use report_to="comet_ml" or call comet_ml.start()')
         if rows:
-            text = io.StringIO()
-            writer = csv.DictWriter(text, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-            text.seek(0)
-            experiment.log_asset(text, file_name=f"{name}.csv", step=step)
+            experiment.log_asset(io.StringIO(csv_text(rows)), file_name=f"{name}.csv", step=step)
 
     def close(self) -> None:
         """The experiment belongs to who started it."""

@@ -39,6 +39,7 @@ class JsonlTracker(Tracker):
     """
 
     name = "jsonl"
+    is_local = True
 
     def __init__(self, logs_dir: str | os.PathLike[str]):
         self.directory = Path(logs_dir)

@@ -7,14 +7,14 @@ import importlib.util
 import io
 import json
 import zipfile
-from types import SimpleNamespace
 
 import pytest
 import torch
 from datasets import Dataset
 from transformers import GenerationConfig, TrainerControl, TrainerState
 
-from preftune.callbacks.completions import LogCompletionsCallback, generate_completions
+from preftune.callbacks.completions import LogCompletionsCallback
+from preftune.callbacks.generation import generate_completions
 from preftune.callbacks.prompts import read_prompts
 from preftune.callbacks.trackers.jsonl import jsonl_tracker, read_table
 from tests.unit.callbacks.tiny_trainer import PROMPTS, eval_rows, tiny_trainer
@@ -62,20 +62,21 @@ class TestGeneration:
         trainer = tiny_trainer(tmp_path)
         config = GenerationConfig(max_new_tokens=7, temperature=0.5, do_sample=True)
         callback = LogCompletionsCallback(trainer, config, max_new_tokens=2)
-        effective = callback.effective_generation_config()
+        effective = callback.answers.effective_generation_config()
         assert (effective.max_new_tokens, effective.temperature) == (2, 0.5)
         assert config.max_new_tokens == 7
         lengths = []
-        callback._generate = lambda m, t, p, c: lengths.append(c.max_new_tokens) or [[7]] * len(p)
+        callback.answers._generate = lambda m, t, p, c: lengths.append(c.max_new_tokens) or [[7]] * len(p)
         callback.log_completions(1)
         assert lengths == [2]
 
     def test_end_and_pad_come_from_model_and_tokenizer(self, tmp_path):
         trainer = tiny_trainer(tmp_path)
         trainer.model.generation_config.eos_token_id = [2, 5]
-        config = LogCompletionsCallback(trainer, GenerationConfig(max_new_tokens=2)).effective_generation_config()
+        given = GenerationConfig(max_new_tokens=2)
+        config = LogCompletionsCallback(trainer, given).answers.effective_generation_config()
         assert (config.eos_token_id, config.pad_token_id) == ([2, 5], 0)
-        assert LogCompletionsCallback(trainer).effective_generation_config().max_new_tokens == 128
+        assert LogCompletionsCallback(trainer).answers.effective_generation_config().max_new_tokens == 128
 
     def test_sampling_repeats_itself_while_the_policy_stays(self, tmp_path):
         trainer = tiny_trainer(tmp_path)
@@ -250,6 +251,7 @@ def test_wandb_offline_run_read_back(tmp_path, monkeypatch):
 
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("WANDB_DISABLE_WEAVE", "true")
     with wandb.init(project="p", dir=tmp_path) as run:
         trainer = tiny_trainer(tmp_path)
         trainer.add_callback(LogCompletionsCallback(trainer, freq=2, num_prompts=2, max_new_tokens=2))
@@ -296,10 +298,11 @@ def test_comet_offline_archive_read_back(tmp_path):
 def test_a_tracker_without_an_open_run_costs_one_warning(tmp_path, caplog, name):
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
-    from preftune.callbacks.completions import default_trackers
+    from preftune.callbacks.trackers.choose import default_trackers
 
-    args = SimpleNamespace(output_dir=str(tmp_path), report_to=[name])
-    tracker = next(t for t in default_trackers(args) if t.name == name.partition("_")[0])
+    trainer = tiny_trainer(tmp_path)
+    trainer.args.report_to = [name]
+    tracker = next(t for t in default_trackers(trainer) if t.name == name.partition("_")[0])
     for step in range(3):
         tracker.log_table("completions", [{"step": step}], step)
     assert tracker.flush(10)

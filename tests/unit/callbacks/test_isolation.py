@@ -15,10 +15,10 @@ from rich.console import Console
 from transformers import GenerationConfig
 
 from preftune.callbacks.completions import LogCompletionsCallback
-from preftune.callbacks.isolation import isolated
 from preftune.callbacks.jsonl_log import JsonlLogCallback
 from preftune.callbacks.progress import RichProgressCallback
 from preftune.callbacks.trackers.base import Tracker
+from preftune.models.isolation import isolated
 from tests.unit.callbacks.tiny_trainer import tiny_trainer, weights_hash
 
 
@@ -194,11 +194,10 @@ class TestTheLaw:
         alone = hash_of_run(tmp_path_factory.mktemp("a"), [], **options)
         assert hash_of_run(tmp_path_factory.mktemp("b"), EVERYTHING, **options) == alone
 
-    @pytest.mark.parametrize("make", [completions, bad_generation])
-    def test_it_is_the_isolation_that_does_it(self, tmp_path, undisturbed, monkeypatch, make):
+    def test_it_is_the_isolation_that_does_it(self, tmp_path, undisturbed, monkeypatch):
         """The control: without `isolated` the weights do change, so the tests above can fail."""
-        monkeypatch.setattr("preftune.callbacks.completions.isolated", lambda *args, **kwargs: nullcontext())
-        assert hash_of_run(tmp_path, [make]) != undisturbed
+        monkeypatch.setattr("preftune.callbacks.answers.isolated", lambda *args, **kwargs: nullcontext())
+        assert hash_of_run(tmp_path, [bad_generation]) != undisturbed
 
     def test_a_broken_tracker_costs_one_warning(self, tmp_path, caplog):
         with caplog.at_level(logging.WARNING, logger="preftune"):

@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from preftune.callbacks import formatting
 from preftune.callbacks.live import LiveDisplay, can_animate
 from preftune.callbacks.metric_board import MetricBoard, _deal
-from preftune.callbacks.panel import Bar, RunView, plain_line, render
+from preftune.callbacks.panel import Bar, RunView, belongs_on_board, plain_line, render
 from preftune.callbacks.progress import RichProgressCallback, replace_default_progress
 from preftune.callbacks.throughput import Throughput
 from tests.unit.callbacks.tiny_trainer import tiny_trainer
@@ -419,3 +419,30 @@ class TestRun:
         without_rich = [ProgressCallback()]
         replace_default_progress(without_rich)
         assert len(without_rich) == 1
+
+
+class TestOnlineLogs:
+    LOGS = {
+        "loss": 0.1, "reward": 1.5, "rewards/letters/mean": 0.5, "rewards/letters/seconds_per_sample": 1e-6,
+        "completions/mean_length": 4.0, "sampling/importance_sampling_ratio/dropped": 0.0,
+        "sampling/importance_sampling_ratio/mean": 1.0, "clip_ratio/low_mean": None, "tools/call_frequency": 0.2,
+        "round_time": 0.3, "num_tokens": 100.0,
+    }  # fmt: skip
+
+    def test_groups(self):
+        groups = MetricBoard().with_logs({k: v for k, v in self.LOGS.items() if belongs_on_board(k)}).groups()
+        assert list(groups) == ["general", "rewards", "completions", "sampling", "clip_ratio", "tools", "timing"]
+        assert list(groups["timing"]) == ["letters/seconds_per_sample", "round_time"]
+        assert list(groups["general"]) == ["loss", "reward"]
+
+    def test_names_that_differ_at_the_end_stay_apart(self):
+        lines = "\n".join(drawn(RunView(board=MetricBoard().with_logs(self.LOGS))))
+        assert "importance_sampling_ratio/dropped" in lines and "importance_sampling_ratio/mean" in lines
+
+    @pytest.mark.parametrize(
+        ("key", "shown"),
+        [("num_tokens", False), ("eval_num_tokens", False), ("eval_a_num_tokens", False), ("eval_loss", True),
+         ("epoch", False), ("my_num_tokens", True)],
+    )  # fmt: skip
+    def test_token_counts_are_no_metric(self, key, shown):
+        assert belongs_on_board(key) == shown
