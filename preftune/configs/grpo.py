@@ -90,6 +90,9 @@ class GRPOConfig(OnlineConfig):
     max_tool_calling_iterations: int | None = option(
         None, "Most rounds of tool calls within a completion. Unset: any number.", low=0
     )
+    tool_timeout: float | None = option(
+        None, "Seconds that one call of a tool may take; past it the model reads an error. Unset: any time.", above=0
+    )
     cast_lm_head_to_fp32: bool = option(
         False, "Keep the weights of the output head in float32, and its product; not with LoRA on the head."
     )

@@ -5,7 +5,9 @@ Fields keep what was given; numbers that follow from them are properties, so a c
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -32,6 +34,16 @@ _REFUSED = {
     "num_return_sequences": (1, "Set num_generations, the completions of each prompt."),
     "num_beams": (1, "Completions are sampled; beams of one prompt are no samples."),
     "do_sample": (True, "Greedy completions of one prompt are all the same, and teach nothing."),
+}
+
+# Options of a vLLM in this process, and where they are said for one that is a server.
+_WITHOUT_EFFECT = {
+    "vllm_model_impl": "it is the server's option --model-impl.",
+    "vllm_enable_sleep_mode": "a server shares no memory with the trainer.",
+    "vllm_gpu_memory_utilization": "it is the server's option --gpu-memory-utilization.",
+    "vllm_max_model_length": "it is the server's option --max-model-len.",
+    "vllm_tensor_parallel_size": "it is the server's option --tensor-parallel-size.",
+    "vllm_group_port": "the server and the trainer find one another without a port.",
 }
 
 
@@ -131,7 +143,12 @@ class RolloutConfig(BaseConfig):
     vllm_server_port: int = option(8000, "vLLM server: its port.", low=1, high=65535)
     vllm_server_timeout: float = option(240.0, "vLLM server: seconds to wait until it is up.", above=0)
     vllm_group_port: int = option(
-        51216, "vLLM server: the port over which weights are sent, free on this machine.", low=1, high=65535
+        51216, "Accepted for scripts that come from TRL and without effect: weights need no port.", low=1, high=65535
+    )
+    vllm_weights_dir: str | None = option(
+        None,
+        "vLLM server: a folder that it sees under the same path; weights are written there and loaded by it. Unset: "
+        "they are sent by NCCL where there is CUDA, else the folder is OUTPUT_DIR/vllm_weights.",
     )
     vllm_gpu_memory_utilization: float = option(
         0.3, "vLLM in process: the share of GPU memory that it may use.", above=0, high=1
@@ -169,12 +186,37 @@ class RolloutConfig(BaseConfig):
             raise ConfigError(
                 f"{' and '.join(self._backends_asked.values())} name different rollout backends. Keep one of them."
             )
+        self._check_vllm()
         parallel = self.parallelism_config
         if parallel is not None and ((parallel.cp_size or 1) > 1 or (parallel.sp_size or 1) > 1):
             raise ConfigError(
                 f"parallelism_config splits sequences (cp_size={parallel.cp_size}, sp_size={parallel.sp_size}), which "
                 "online trainers cannot do. Set both to 1."
             )
+
+    def _check_vllm(self) -> None:
+        """vLLM runs as a server; what would be asked of one in this process is refused, or said to be elsewhere."""
+        backend = self.resolved_rollout_backend
+        if backend == "vllm":
+            raise ConfigError(
+                f"{self._backends_asked['vllm']} runs vLLM in this process, and it cannot be installed beside preftune "
+                "(vLLM 0.32 wants transformers below 5.20, preftune 5.24). Give it an environment of its own, start it "
+                "with `vllm serve MODEL`, and set vllm_mode='server' or rollout_backend='server'; see docs/rollouts.md."
+            )
+        if self.vllm_structured_outputs_regex is not None and backend != "server":
+            raise ConfigError(
+                f"vllm_structured_outputs_regex={self.vllm_structured_outputs_regex!r} needs a vLLM server, and "
+                f"rollout_backend is {backend!r}. Set rollout_backend='server', or leave the expression out."
+            )
+        for f in dataclasses.fields(self):
+            if f.name in _WITHOUT_EFFECT and vars(self)[f.name] != f.default:
+                warnings.warn(f"{f.name}={vars(self)[f.name]!r} has no effect: {_WITHOUT_EFFECT[f.name]}", stacklevel=2)
+            elif f.name.startswith("vllm_server_") and vars(self)[f.name] != f.default and backend != "server":
+                warnings.warn(
+                    f"{f.name}={vars(self)[f.name]!r} has no effect with rollout_backend={backend!r}. Set "
+                    "rollout_backend='server' to generate with that server.",
+                    stacklevel=2,
+                )
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -79,17 +79,6 @@ class Group:
     def with_advantages(self, by_number: np.ndarray) -> Group:
         return replace(self, advantages=by_number[list(self.numbers)])
 
-    def joined(self, other: Group) -> Group:
-        """This group and more completions of the same prompt."""
-        return Group(
-            self.prompt_ids,
-            [*self.completion_ids, *other.completion_ids],
-            [*self.masks, *other.masks],
-            np.concatenate([self.advantages, other.advantages]),
-            [*self.numbers, *other.numbers],
-            {name: [*values, *other.logps[name]] for name, values in self.logps.items()},
-        )
-
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""
         return {

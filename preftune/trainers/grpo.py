@@ -5,6 +5,7 @@ The algorithm is `advantages` and `loss`; how a loss is averaged over tokens is 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,17 +13,20 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
 
 from preftune.configs.grpo import GRPOConfig
+from preftune.data.report import DataReport
 from preftune.losses.advantages import combine_rewards, gdpo_advantages, group_advantages
 from preftune.losses.aggregate import REDUCTION_OF
 from preftune.losses.entropy import EntropyController, entropy_threshold, top_entropy_mask
 from preftune.losses.importance import off_policy_keep, sampler_gap, sampler_ratio
 from preftune.losses.policy_gradient import policy_loss
 from preftune.rollouts.base import RolloutBackend
-from preftune.trainers.base import EvalData, RawData
+from preftune.rollouts.function import FunctionRollouts, RolloutFunc
+from preftune.trainers.agents import prompts_or_empty, tool_rollouts, toolbox_of, with_own_rewards
+from preftune.trainers.base import EvalData, RawData, default_output_dir
 from preftune.trainers.online import OnlineTrainer
 from preftune.trainers.shares import Batch
 from preftune.trainers.step import StepTotals
-from preftune.types import LossOutput, PolicyTokens
+from preftune.types import LossOutput, PolicyTokens, Rollouts, Sampling
 
 _HYPER = (
     "epsilon", "epsilon_high", "delta", "beta", "use_bias_correction_kl", "importance_sampling_level", "loss_type",
@@ -40,6 +44,9 @@ class GRPOTrainer(OnlineTrainer):
         args: A `GRPOConfig`; by default `GRPOConfig("{model}-GRPO")`.
         train_dataset: Rows with a `prompt`, text or messages; other columns go to the reward functions.
         eval_dataset: The same, or a dict of such sets.
+        tools: Functions that the policy can call in its completions; see `docs/agents.md`.
+        rollout_func: `rollout_func(prompts, trainer)` makes the completions.
+        environment_factory: Makes an environment for each completion, whose methods are tools; or a dict of such.
         rollout_backend: What draws completions, in place of the one that `args` name.
 
     Without scaling, advantages are those of RLOO times (G - 1) / G.
@@ -62,9 +69,20 @@ class GRPOTrainer(OnlineTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        tools: Sequence[Callable[..., Any]] | None = None,
+        rollout_func: RolloutFunc | None = None,
+        environment_factory: Any = None,
         *,
         rollout_backend: RolloutBackend | None = None,
     ) -> None:
+        if args is None:
+            args = GRPOConfig(default_output_dir(model, self.name))
+        self._toolbox = toolbox_of(args, tools, environment_factory, rollout_func)
+        self.rollout_columns = None if rollout_func is not None else ()
+        if self._toolbox is not None:
+            self.rollout_columns = self._toolbox.columns
+            reward_funcs, args = with_own_rewards(self._toolbox, reward_funcs, args)
+            train_dataset = prompts_or_empty(self._toolbox, train_dataset, args)
         super().__init__(
             model,
             reward_funcs,
@@ -80,6 +98,11 @@ class GRPOTrainer(OnlineTrainer):
             rollout_backend=rollout_backend,
         )
         args = self.args
+        self._rollouts: Callable[..., Rollouts] | None = None
+        if rollout_func is not None:
+            self._rollouts = FunctionRollouts(rollout_func, self)
+        elif self._toolbox is not None:
+            self._rollouts = tool_rollouts(self, self._toolbox)
         self._entropy = EntropyController(
             args.entropy_coef,
             args.use_adaptive_entropy,
@@ -91,6 +114,20 @@ class GRPOTrainer(OnlineTrainer):
         self._threshold: Tensor | None = None
         if args.use_adaptive_entropy:
             self.add_callback(_SteerEntropy(self))
+
+    # Agents
+
+    def rollout(
+        self, rows: Sequence[Mapping[str, Any]], size: int, sampling: Sampling, stream: Sequence[tuple[int, ...]]
+    ) -> Rollouts:
+        draw = self._rollouts or super().rollout
+        return draw(rows, size, sampling, stream)
+
+    def prepare_dataset(self, dataset: RawData, split: str) -> tuple[RawData, DataReport]:
+        prepared, report = super().prepare_dataset(dataset, split)
+        if self._toolbox is not None:
+            self._toolbox.check_rows(prepared, split)
+        return prepared, report
 
     # The algorithm
 

@@ -105,7 +105,11 @@ def with_tokens(groups: Sequence[Group]) -> list[Group]:
 
 def stand_in(groups: Sequence[Group]) -> Group:
     """One completion with one token to score, for a batch that has none: its loss is to be multiplied by 0."""
-    first = next(group.select([i]) for group in groups for i, ids in enumerate(group.completion_ids) if len(ids))
+    some = (group.select([i]) for group in groups for i, ids in enumerate(group.completion_ids) if len(ids))
+    first = next(some, None)
+    if first is None:  # not one completion has a token
+        group = groups[0].select([0])
+        first = replace(group, completion_ids=[list(group.prompt_ids[-1:])])
     mask = np.arange(len(first.completion_ids[0])) == 0
     return replace(first, masks=[mask], logps={name: [np.zeros(1, np.float32)] for name in first.logps})
 

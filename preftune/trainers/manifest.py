@@ -24,7 +24,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader, SequentialSampler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from preftune.callbacks.environment import environment
+from preftune.callbacks.environment import MANIFEST, environment, read_manifest
 from preftune.callbacks.findings import is_training
 from preftune.callbacks.formatting import plain
 from preftune.data.rounds import RoundSampler
@@ -37,10 +37,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FILE = "run.json"
 VERSION = 1
 _SECRET = re.compile(r"(^|_)(api_key|access_key|password|secret|hub_token|auth_token|use_auth_token)$|^token$", re.I)
+_MEDIA = re.compile(r"\b(Image|Audio|Video)\(")
 _SAMPLED_ROWS, _LONGEST_ORDER = 256, 10_000_000
+_NOTHING = ("None", "False", "[]", "''", "'none'", "'auto'")
+_CHOSEN_BY_THE_MACHINE = ("accelerator_config", "use_cpu", "dataloader_pin_memory", "do_eval")
 _SEEDS = ("seed", "data_seed", "full_determinism")
 
 
@@ -80,23 +82,14 @@ class RunManifest(TrainerCallback):
             self._write(args)
 
     def _write(self, args: TrainingArguments) -> None:
-        path = Path(args.output_dir or ".") / FILE
+        path = Path(args.output_dir or ".") / MANIFEST
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            staged = path.with_name(f".{FILE}.new")
+            staged = path.with_name(f".{MANIFEST}.new")
             staged.write_text(json.dumps(_strict(self._manifest), indent=1, allow_nan=False) + "\n", encoding="utf-8")
             os.replace(staged, path)
         except OSError as error:
             logger.warning("%s could not be written (%s); training goes on", path, error)
-
-
-def read_manifest(output_dir: str | os.PathLike[str] | None) -> dict[str, Any] | None:
-    """The manifest in a folder, or None where there is none that can be read."""
-    try:
-        manifest = json.loads((Path(output_dir or ".") / FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return manifest if isinstance(manifest, dict) else None
 
 
 def describe(trainer: BaseTrainer, state: TrainerState, train_dataloader: Any = None) -> dict[str, Any]:
@@ -140,12 +133,15 @@ def without_secrets(values: Any) -> Any:
 
 
 def changed_fields(args: Any) -> list[str]:
-    """Fields of a config that do not have the default value of their class."""
+    """Fields of a config that do not have the default value of their class; no, none, auto and nothing are one value."""
     changed = []
     for field in fields(args):
+        if not field.init or field.name in _CHOSEN_BY_THE_MACHINE:
+            continue
         default = field.default_factory() if field.default_factory is not MISSING else field.default
-        if field.init and (default is MISSING or plain(vars(args)[field.name]) != plain(default)):
-            changed.append(field.name)
+        value, default = plain(vars(args)[field.name]), plain(default)
+        if repr(value) not in _NOTHING or repr(default) not in _NOTHING:
+            changed += [field.name] if value != default else []
     return changed
 
 
@@ -153,10 +149,12 @@ def dataset_identity(rows: Any) -> dict[str, Any]:
     """Rows, columns, the fingerprint of `datasets`, and sha256 over up to 256 rows spread evenly over the set."""
     if not isinstance(rows, Dataset):
         return {"streaming": True}
-    step = max(1, len(rows) // _SAMPLED_ROWS)
+    # no transform, which may draw random numbers, and nothing that has to be decoded
+    hashed = [name for name, feature in rows.features.items() if not _MEDIA.search(str(feature))]
+    values = rows.with_format(None).select_columns(hashed)
     sha = hashlib.sha256(f"{len(rows)}".encode())
-    for number in range(0, len(rows), step):
-        sha.update(json.dumps(plain(rows[number]), sort_keys=True).encode())
+    for number in range(0, len(rows), max(1, len(rows) // _SAMPLED_ROWS)):
+        sha.update(json.dumps(plain(values[number]), sort_keys=True).encode())
     return {
         "rows": len(rows),
         "columns": list(rows.column_names),
@@ -181,7 +179,7 @@ def row_order(loader: Any) -> dict[str, Any] | None:
 
 
 def _order_of(sampler: Any) -> list[int] | None:
-    if type(sampler) not in (SeedableRandomSampler, EpochSampler, SequentialSampler):
+    if not isinstance(sampler, SeedableRandomSampler | EpochSampler | SequentialSampler):
         return None
     length = len(sampler.data_source)
     if length > _LONGEST_ORDER:

@@ -122,27 +122,7 @@ class OfflineTrainer(StepTrainer):
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
         size = self._train_batch_size
         batches = [self._own(b, size, i) for i, b in enumerate(islice(epoch_iterator, num_batches))]
-        if 0 < len(batches) < num_batches:  # of a stream; else what is left of an epoch is asked for, and is a step
-            left_out = f"{len(batches)} of {num_batches} micro-batches"
-            logger.warning("the stream ended within a step: its last %s are left out", left_out)
-            batches = []
-        self._step_batches = batches
-        self._step_totals = None
-        return batches, None
-
-    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
-        """Where to go on: passes over the data, and micro-batches of the next one to skip."""
-        passes, skipped = super()._init_training_state(max_steps, *args)
-        if (
-            isinstance(self.train_dataset, IterableDataset)
-            and self.state.global_step
-            and not self.args.ignore_data_skip
-        ):
-            # transformers takes a stream for one that never ends
-            passes = int(self.state.epoch or 0)
-            share = (self.state.epoch or 0) - passes
-            skipped = round(share * max_steps * self.args.gradient_accumulation_steps)
-        return passes, skipped
+        return self.begin_step(batches, num_batches), None
 
     def _own(self, batch: Any, batch_size: int, micro_batch: int = 0) -> Batch:
         """The rows of the batch that count, with their place in the step.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,7 @@ class Scored:
         lengths: Tokens that the policy drew.
         is_terminated: Whether it ended by itself.
         table: The rewards.
+        metrics: What the rollout and the rewards have to log.
     """
 
     prompts: Sequence[Any]
@@ -58,13 +60,14 @@ class Scored:
     lengths: np.ndarray
     is_terminated: np.ndarray
     table: RewardTable
+    metrics: Mapping[str, float]
 
     @classmethod
     def of(cls, prompts: Sequence[Any], completions: Sequence[Any], rollouts: Rollouts, table: RewardTable) -> Scored:
         drawn = rollouts.masks if rollouts.masks is not None else [[1] * len(ids) for ids in rollouts.completion_ids]
         lengths = np.array([sum(mask) for mask in drawn], np.float64)
         ended = np.array([reason == "stop" for reason in rollouts.finish_reasons], np.float64)
-        return cls(prompts, completions, lengths, ended, table)
+        return cls(prompts, completions, lengths, ended, table, {**rollouts.metrics, **table.metrics})
 
     def figures(self) -> np.ndarray:
         """`[rows, K + 2]`: rewards, length, terminated."""
@@ -102,44 +105,69 @@ def seed_of(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 
-def units_of_rank(args: Any, prompts: int) -> tuple[list[tuple[int, int]], int]:
-    """(prompt, part of its group) of each unit that this rank draws, and the completions of a unit.
+@dataclass(frozen=True)
+class Division:
+    """How the completions of a round are dealt to the ranks, in units of one prompt.
 
-    A rank's part of a round need not be whole groups; over ranks in order the units are all completions of the round.
-
-    Args:
-        args: An `OnlineConfig`.
-        prompts: Distinct prompts of the round.
+    Attributes:
+        units: (prompt, part of its group) of each unit that this rank draws.
+        size: Completions of a unit.
+        order: Where each completion of the round, prompts in order, stands among those gathered from the ranks.
+        own: The numbers of this rank's completions in the round.
     """
-    mine = args.resolved_generation_batch_size // args.world_size
-    size = math.gcd(mine, args.num_generations)
-    units = [(prompt, part) for prompt in range(prompts) for part in range(args.num_generations // size)]
-    count = len(units) // args.world_size
-    return units[args.process_index * count :][:count], size
+
+    units: list[tuple[int, int]]
+    size: int
+    order: np.ndarray
+    own: np.ndarray
+
+    @classmethod
+    def of(cls, args: Any, prompts: int) -> Division:
+        """The division of a round of `prompts` prompts under an `OnlineConfig`.
+
+        A micro-step takes neighbouring prompts over all ranks, so that what is in a step does not depend on how many
+        ranks there are. A rank's part of it need not be whole groups.
+        """
+        rank, world, batch = args.process_index, args.world_size, args.per_device_train_batch_size
+        size = math.gcd(args.resolved_generation_batch_size // world, args.num_generations)
+        units = [(prompt, part) for prompt in range(prompts) for part in range(args.num_generations // size)]
+        together = math.lcm(batch, size) // size  # units of a rank that fill whole micro-steps
+        owner = np.arange(len(units)) // together % world
+        gathered = np.argsort(owner, kind="stable")  # units as they come from the ranks
+        order = _rows(np.argsort(gathered), size)
+        own = np.flatnonzero(owner == rank)
+        return cls([units[i] for i in own], size, order, _rows(own, size))
+
+
+def _rows(units: np.ndarray, size: int) -> np.ndarray:
+    return (units[:, None] * size + np.arange(size)).reshape(-1)
 
 
 def groups_of(rollouts: Rollouts, prompts: Sequence[int], *, mask_truncated: bool) -> list[Group]:
     """Completions by prompt, numbered in order, without advantages yet.
 
+    A rollout may give each completion a prompt of its own (an environment had something to say): neighbours of the same
+    number become one group where their prompts are equal.
+
     Args:
-        prompts: The number of each unit's prompt; neighbours of one number become one group.
+        prompts: The number of each unit's prompt.
         mask_truncated: Whether completions that ran out of their budget are left out of the loss.
     """
-    size = rollouts.num_generations
-    groups: list[tuple[int, Group]] = []
-    for unit, prompt in enumerate(prompts):
-        rows = range(unit * size, (unit + 1) * size)
+    count = len(rollouts.completion_ids)
+    per_unit, per_prompt = count // len(prompts), rollouts.num_generations
+    groups = []
+    for (_, prompt_ids), numbers in groupby(
+        range(count), lambda i: (prompts[i // per_unit], rollouts.prompt_ids[i // per_prompt])
+    ):
+        rows = list(numbers)
         masks = [_learned(rollouts, i, mask_truncated) for i in rows]
         logps = {}
         if rollouts.logps is not None:
             drawn = [np.asarray(rollouts.logps[i], np.float32) for i in rows]
             logps["sampler"] = [values[mask] for values, mask in zip(drawn, masks, strict=True)]
         ids = [rollouts.completion_ids[i] for i in rows]
-        group = Group(rollouts.prompt_ids[unit], ids, masks, np.zeros(size), list(rows), logps)
-        if groups and groups[-1][0] == prompt:
-            group = groups.pop()[1].joined(group)
-        groups.append((prompt, group))
-    return [group for _, group in groups]
+        groups.append(Group(prompt_ids, ids, masks, np.zeros(len(rows)), rows, logps))
+    return groups
 
 
 def _learned(rollouts: Rollouts, row: int, mask_truncated: bool) -> np.ndarray:
@@ -165,7 +193,8 @@ def completion_columns(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) ->
     """The columns of the data, and those the rollout added, one entry a completion."""
     names = dict.fromkeys(name for row in rows for name in row if name not in NOT_FOR_REWARDS)
     columns = {name: [row.get(name) for row in rows] for name in names}
-    return columns | {name: list(values) for name, values in rollouts.columns.items() if name != "completions"}
+    own = {name: list(values) for name, values in rollouts.columns.items() if name not in ("completions", "prompts")}
+    return columns | own
 
 
 Figures = dict[str, tuple[float, float]]

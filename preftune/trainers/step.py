@@ -7,6 +7,7 @@ steps or ranks cannot change the gradient.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from typing import Any, ClassVar, cast, final
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, reduce
+from datasets import IterableDataset
 from torch import Tensor, nn
 from transformers.trainer_utils import EvalLoopOutput
 
@@ -28,6 +30,8 @@ from preftune.trainers.base import BaseTrainer
 from preftune.trainers.evaluation import check_evaluated
 from preftune.trainers.placing import placed
 from preftune.trainers.shares import Batch
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,31 @@ class StepTrainer(BaseTrainer):
         return None
 
     # The step
+
+    @final
+    def begin_step(self, batches: list[Batch], wanted: int) -> list[Batch]:
+        """Takes note of the batches of an optimizer step; those of one that a stream does not fill are left out."""
+        if 0 < len(batches) < wanted:  # of a stream; else what is left of an epoch is asked for, and is a step
+            left_out = f"{len(batches)} of {wanted} micro-batches"
+            logger.warning("the stream ended within a step: its last %s are left out", left_out)
+            batches = []
+        self._step_batches = batches
+        self._step_totals = None
+        return batches
+
+    def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
+        """Where to go on: passes over the data, and micro-batches of the next one to skip."""
+        passes, skipped = super()._init_training_state(max_steps, *args)
+        if (
+            isinstance(self.train_dataset, IterableDataset)
+            and self.state.global_step
+            and not self.args.ignore_data_skip
+        ):
+            # transformers takes a stream for one that never ends
+            passes = int(self.state.epoch or 0)
+            share = (self.state.epoch or 0) - passes
+            skipped = round(share * max_steps * self.args.gradient_accumulation_steps)
+        return passes, skipped
 
     @final
     def totals_of(self, batches: list[Batch], over_ranks: bool = True) -> StepTotals:

@@ -152,6 +152,33 @@ def test_resumed_in_a_later_epoch(tmp_path, tiny_model, tokenizer):
     assert digest(resumed) == digest(straight)
 
 
+def test_a_stream_is_read_again_and_resumed_in_its_second_pass(tmp_path, tiny_model, tokenizer):
+    """Seven rounds of a prompt a pass, two of them a step: the last one fills no step."""
+
+    def make(folder: str):
+        stream = Dataset.from_list([{"prompt": text} for text in [*PROMPTS, "x"]]).to_iterable_dataset()
+        how = {"max_steps": 6, "save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2}
+        return GRPOTrainer(
+            model=tiny_model(),
+            reward_funcs=letters,
+            args=GRPOConfig(
+                **options(
+                    tmp_path / folder, per_device_train_batch_size=4, num_generations=4, steps_per_generation=1,
+                    max_completion_length=6, **how
+                )
+            ),
+            train_dataset=stream,
+            processing_class=tokenizer,
+        )  # fmt: skip
+
+    straight, resumed = make("a"), make("b")
+    straight.train()
+    assert straight.state.global_step == 6
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
+    assert digest(resumed) == digest(straight)
+    assert logged(resumed, "reward") == logged(straight, "reward")
+
+
 def test_reused_completions_are_weighed_by_the_ratio(tmp_path, tiny_model, tokenizer):
     """After an update the ratio is that to the policy that drew: with a large step some tokens are clipped."""
     trainer = build(tmp_path, tiny_model, tokenizer, learning_rate=0.1, epsilon=0.01, **REUSED)
@@ -256,6 +283,35 @@ def test_every_option_trains_and_is_cut_alike(tmp_path, tiny_model, tokenizer, c
         ends.append(flat_weights(trainer))
     assert torch.allclose(ends[0], ends[1], atol=2e-6)
     assert not torch.equal(ends[0], torch.cat([p.flatten() for p in tiny_model().parameters()]))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"bf16": True}),
+        ("llama", {"gradient_checkpointing": True, "beta": 0.1}),
+        ("llama", {"activation_offloading": True}),
+        ("llama", {"attention_layout": "padded", "beta": 0.1}),
+        ("gpt2", {"disable_dropout": True}),
+        ("gemma2", {}),
+        ("qwen3_moe", {"router_aux_loss_coef": 0.01}),
+        ("llama", {"rollout_backend": "continuous"}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_widths(tmp_path, tiny_model, tokenizer, family, changes):
+    """Everything that models and memory options offer trains here too, and moves the weights."""
+    model = tiny_model(family)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer = build(tmp_path, tiny_model, tokenizer, model=model, max_steps=2, **changes)
+    trainer.train()
+    assert all(map(math.isfinite, logged(trainer, "loss") + logged(trainer, "entropy")))
+    assert any(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+    gaps = logged(trainer, "sampling/sampling_logp_difference/max")
+    if "rollout_backend" in changes:
+        assert gaps == []
+    else:
+        assert max(gaps) < (0.2 if changes.get("bf16") else 1e-4)
 
 
 def test_mistakes_are_named_before_the_run(tmp_path, tiny_model, tokenizer):

@@ -346,7 +346,7 @@ def test_odd_combinations_warn(odd, match):
         {"loss_type": "cispo", "epsilon_high": 5.0},
         {"loss_type": "vespo"},
         {"delta": 2.0},
-        {"use_vllm": True, "loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"},
+        {"rollout_backend": "server", "loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"},
     ],
 )
 def test_sound_combinations_do_not(fine):
@@ -378,7 +378,6 @@ def test_old_name_of_the_cap():
     [
         ({}, "local"),
         ({"rollout_backend": "server"}, "server"),
-        ({"use_vllm": True}, "vllm"),
         ({"use_vllm": True, "vllm_mode": "server"}, "server"),
         ({"use_vllm": True, "vllm_mode": "server", "rollout_backend": "server"}, "server"),
         ({"vllm_mode": "server"}, "local"),
@@ -428,7 +427,7 @@ def test_sampling_alone_needs_no_rewards():
             "bema_ref_model": st.just(False),
             "reward_weights": st.none() | st.lists(st.floats(-2, 2), max_size=3),
             "generation_kwargs": st.none() | st.just({"top_p": 0.9, "stop_strings": ["x"]}),
-            "use_vllm": st.booleans(),
+            "vllm_mode": st.sampled_from(("server", "colocate")),
             "pad_to_multiple_of": st.sampled_from(["auto", 8, "16", None]),
         },
     )

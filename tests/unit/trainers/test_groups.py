@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 
 from preftune.trainers.groups import Group, by_number, cut_into, row_index, stored_values, tree_of, within_budget
 from preftune.trainers.learning import learning_parts, stand_in, with_tokens
-from preftune.trainers.rounds import groups_of
+from preftune.trainers.rounds import Division, groups_of
 from preftune.types import Rollouts
 
 
@@ -105,3 +108,31 @@ def test_neighbouring_units_of_one_prompt_are_one_group():
     assert [values.tolist() for values in first.logps["sampler"]] == [[-1.0], [-2.0], [], [-5.0]]
     whole = groups_of(rollouts, [0, 0, 1], mask_truncated=False)[0]
     assert whole.logps["sampler"][2] == pytest.approx([-3.0, -4.0])
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "samples", "world"), [(4, 2, 4, 2), (2, 4, 4, 2), (6, 2, 4, 2), (4, 1, 8, 2)]
+)
+def test_a_round_is_divided_alike_for_any_number_of_ranks(batch, steps, samples, world):
+    """Every completion has one owner; gathered rows find their places; and steps hold the same rows for any world."""
+    size = batch * steps * world
+    prompts = size // samples
+
+    def division(rank, world, batch):
+        args = SimpleNamespace(
+            process_index=rank, world_size=world, per_device_train_batch_size=batch,
+            resolved_generation_batch_size=size, num_generations=samples,
+        )  # fmt: skip
+        return Division.of(args, prompts)
+
+    ranks = [division(rank, world, batch) for rank in range(world)]
+    gathered = np.concatenate([d.own for d in ranks])
+    assert gathered[ranks[0].order].tolist() == list(range(size))
+    for d in ranks:
+        rows = [prompt * samples + part * d.size + g for prompt, part in d.units for g in range(d.size)]
+        assert rows == d.own.tolist()
+    alone = division(0, 1, batch * world).own
+    period = math.lcm(batch, ranks[0].size)  # rows of a rank after which both have come equally far
+    for start in range(0, batch * steps, period):
+        together = sorted(n for d in ranks for n in d.own[start : start + period])
+        assert together == sorted(alone[start * world : (start + period) * world])
