@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from preftune.callbacks.bema import BEMACallback
     from preftune.callbacks.completions import LogCompletionsCallback
     from preftune.callbacks.handler import CallbackHandlerWithRefModel, RefModelCallbackHandler
+    from preftune.callbacks.health import HealthCallback
     from preftune.callbacks.progress import RichProgressCallback
     from preftune.callbacks.sync_ref import SyncRefModelCallback
+    from preftune.callbacks.weave import WeaveCallback
     from preftune.configs.dpo import DPOConfig
     from preftune.configs.grpo import GRPOConfig
     from preftune.configs.kto import KTOConfig
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
         maybe_unpair_preference_dataset,
         unpair_preference_dataset,
     )
+    from preftune.data.multimodal import prepare_multimodal_messages
     from preftune.data.packing import pack_dataset
     from preftune.data.responses import add_response_schema
     from preftune.data.templates import (
@@ -56,8 +59,10 @@ _NAMES_BY_MODULE = {
     "callbacks.bema": ["BEMACallback"],
     "callbacks.handler": ["CallbackHandlerWithRefModel", "RefModelCallbackHandler"],
     "callbacks.completions": ["LogCompletionsCallback"],
+    "callbacks.health": ["HealthCallback"],
     "callbacks.progress": ["RichProgressCallback"],
     "callbacks.sync_ref": ["SyncRefModelCallback"],
+    "callbacks.weave": ["WeaveCallback"],
     "configs.dpo": ["DPOConfig"],
     "configs.grpo": ["GRPOConfig"],
     "configs.kto": ["KTOConfig"],
@@ -75,6 +80,7 @@ _NAMES_BY_MODULE = {
         "maybe_unpair_preference_dataset",
         "unpair_preference_dataset",
     ],
+    "data.multimodal": ["prepare_multimodal_messages"],
     "data.packing": ["pack_dataset"],
     "data.responses": ["add_response_schema"],
     "data.templates": [
@@ -102,6 +108,7 @@ __all__ = [
     "DatasetMixtureConfig",
     "GRPOConfig",
     "GRPOTrainer",
+    "HealthCallback",
     "KTOConfig",
     "KTOTrainer",
     "LogCompletionsCallback",
@@ -116,6 +123,7 @@ __all__ = [
     "SFTTrainer",
     "ScriptArguments",
     "SyncRefModelCallback",
+    "WeaveCallback",
     "__version__",
     "add_response_schema",
     "apply_chat_template",
@@ -132,6 +140,7 @@ __all__ = [
     "maybe_extract_prompt",
     "maybe_unpair_preference_dataset",
     "pack_dataset",
+    "prepare_multimodal_messages",
     "supports_tool_calling",
     "unpair_preference_dataset",
 ]

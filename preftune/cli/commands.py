@@ -91,6 +91,12 @@ _COMMANDS = (
         rewards=True,
         required=("prompt",),
     ),
+    Command(
+        "report",
+        "Write one HTML page about runs: curves, findings, completions, config and data.",
+        run="preftune.cli.report.command:main",
+    ),
+    Command("compare", "Name the first step and metric at which two runs differ.", run="preftune.cli.compare:main"),
     Command("env", "Show versions, hardware and threads.", run="preftune.cli.env:main"),
     Command("demo", "Build, teach and align a tiny model on this machine, in minutes.", run="preftune.cli.demo:main"),
 )

@@ -21,7 +21,7 @@ TITLES = {
     "RewardArguments": "Rewards",
     "GRPOConfig": "Loss, advantages, entropy, corrections",
     "RLOOConfig": "Leave-one-out",
-    "OnlineConfig": "Rewards, trust region, tables of completions",
+    "OnlineConfig": "Trust region, rewards, tables",
     "RolloutConfig": "Sampling, rounds, what generates",
     "ReferenceConfig": "Moving reference",
     "OfflineConfig": "Lengths and preparation",

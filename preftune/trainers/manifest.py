@@ -133,7 +133,7 @@ def without_secrets(values: Any) -> Any:
 
 
 def changed_fields(args: Any) -> list[str]:
-    """Fields of a config that do not have the default value of their class; no, none, auto and nothing are one value."""
+    """Fields of a config that do not have the default value of their class; no, none, auto and nothing are one."""
     changed = []
     for field in fields(args):
         if not field.init or field.name in _CHOSEN_BY_THE_MACHINE:
