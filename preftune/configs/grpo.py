@@ -189,4 +189,10 @@ class GRPOConfig(OnlineConfig):
                 f"delta={self.delta} is not above 1 + epsilon_high = {upper}: it then takes the place of the clip. "
                 "2 to 4 is usual."
             )
+        if self.cast_lm_head_to_fp32:
+            advice.append(
+                "cast_lm_head_to_fp32=True has no effect yet: softmax and log-probabilities are float32 here, but the "
+                "head's product is of the weights' type. For a float32 product load the model with dtype=float32 and "
+                "set bf16=False."
+            )
         return advice
