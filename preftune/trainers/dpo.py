@@ -173,9 +173,10 @@ class DPOTrainer(OfflineTrainer):
         is_chosen = scores.branch_index % 2 == 0
         assert scores.entropy is not None and scores.mean_logits is not None and scores.is_top1 is not None
         add("entropy", scores.entropy)
-        add("logits/chosen", scores.mean_logits[is_chosen])
-        add("logits/rejected", scores.mean_logits[~is_chosen])
-        add("mean_token_accuracy", scores.is_top1[is_chosen])
+        # weights instead of picked tokens: picking would wait for the device
+        add("logits/chosen", scores.mean_logits, is_chosen)
+        add("logits/rejected", scores.mean_logits, ~is_chosen)
+        add("mean_token_accuracy", scores.is_top1, is_chosen)
         for name, values in output.metrics.items():
             add(name, values)
 

@@ -29,7 +29,6 @@ class Group:
         numbers: R numbers of the completions among those of this rank's round.
         logps: Per-token log-probabilities by whose they are ("sampler", "old", "ref"): R arrays, one value for each
             token whose mask is set.
-        is_flat: Whether all advantages are 0, so that the policy gradient is exactly 0.
     """
 
     prompt_ids: Sequence[int]
@@ -59,6 +58,7 @@ class Group:
 
     @property
     def is_flat(self) -> bool:
+        """Whether all advantages are 0, so that the policy gradient is exactly 0."""
         return not np.any(self.advantages)
 
     def select(self, rows: Sequence[int]) -> Group:
@@ -124,9 +124,10 @@ def cut_into(groups: Iterable[Group], rows: int) -> list[list[Group]]:
 
 
 def within_budget(groups: Sequence[Group], max_tokens: int | None) -> list[list[Group]]:
-    """Groups in order in as few runs of at most `max_tokens` flat tokens as first-fit finds; larger ones are divided.
+    """Groups in parts of at most `max_tokens` flat tokens, the largest dealt first; groups above that are divided.
 
-    A single completion with its prompt that exceeds the budget is a part of its own.
+    Where all fit they stay one part, in order. A single completion that exceeds the budget with its prompt is a part of
+    its own.
     """
     if max_tokens is None or sum(group.flat_tokens for group in groups) <= max_tokens:
         return [list(groups)]

@@ -6,7 +6,7 @@ The algorithm is `advantages` and `loss`; how a loss is averaged over tokens is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,7 @@ class GRPOTrainer(OnlineTrainer):
         )
         self._threshold: Tensor | None = None
         if args.use_adaptive_entropy:
+            self._entropy_sums = torch.zeros(2, dtype=torch.float64, device=args.device)
             self.add_callback(_SteerEntropy(self))
 
     # Agents
@@ -200,7 +201,7 @@ class GRPOTrainer(OnlineTrainer):
             clip_min=self.args.vllm_importance_sampling_clip_min,
             clip_max=self.args.vllm_importance_sampling_clip_max,
         )
-        seen = weight[tokens.mask > 0] if weight.shape == tokens.mask.shape else weight.flatten()
+        seen = weight if weight.shape == tokens.mask.shape else weight.flatten()
         name = "sampling/importance_sampling_ratio"
         metrics = {f"{name}/{kind}": seen for kind in ("mean", "min", "max")}
         return weight, {**metrics, f"{name}/dropped": (seen == 0).float()}
@@ -231,15 +232,26 @@ class GRPOTrainer(OnlineTrainer):
         self._threshold = entropy_threshold(whole, self.args.top_entropy_quantile)
         return (whole >= self._threshold).sum().float()
 
+    def observe(self, tokens: PolicyTokens) -> None:
+        if self.args.use_adaptive_entropy:
+            assert tokens.entropy is not None
+            self._entropy_sums += torch.stack([tokens.entropy.detach().double().sum(), tokens.mask.double().sum()])
+
+    def steer_entropy(self) -> None:
+        """Tells the controller the mean entropy of a token over the step that has ended, over all ranks."""
+        total, count = cast(Tensor, self.accelerator.reduce(self._entropy_sums, "sum")).tolist()
+        self._entropy.update(total / max(count, 1))
+        self._entropy_sums.zero_()
+
     def own_parts(self) -> dict[str, Any]:
         return {"entropy": self._entropy} if self.args.use_adaptive_entropy else {}
 
 
 class _SteerEntropy(TrainerCallback):
-    """Tells the controller the mean entropy of each optimizer step, before a checkpoint of it is written."""
+    """Steers at the end of each optimizer step, before a checkpoint of it is written."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self._trainer = trainer
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer._entropy.update(self._trainer.step_entropy())
+        self._trainer.steer_entropy()

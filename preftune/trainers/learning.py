@@ -173,27 +173,25 @@ def policy_tokens(
     return tokens, scores
 
 
-def entropy_sums(tokens: PolicyTokens) -> Tensor:
-    """`[2]` float64: summed entropy of the scored tokens, and how many there are."""
-    assert tokens.entropy is not None
-    return torch.stack([tokens.entropy.detach().double().sum(), tokens.mask.double().sum()])
-
-
 def record_tokens(metrics: RunningMetrics, tokens: PolicyTokens, output: LossOutput) -> None:
     """Adds what a loss reports, the entropy, and how far the sampler's log-probabilities are from the trainer's.
 
     `[B, T]` values are averaged over scored tokens. A name that ends in min or max asks for that extreme.
     """
-    is_scored = tokens.mask > 0
     assert tokens.entropy is not None
     values = {**output.metrics, "entropy": tokens.entropy}
     if tokens.sampler_logps is not None:
         gap = (tokens.logps.detach() if tokens.old_logps is None else tokens.old_logps) - tokens.sampler_logps
         values |= {f"sampling/sampling_logp_difference/{kind}": gap.abs() for kind in ("mean", "max")}
+    is_scored = tokens.mask > 0
     for name, value in values.items():
-        seen = value[is_scored] if value.shape == tokens.mask.shape else value
+        is_per_token = value.shape == is_scored.shape
         kind = name.replace("/", "_").rpartition("_")[2]
+        # weights and fillings instead of picked tokens: picking would wait for the device
         if kind == "min" or kind == "max":
-            metrics.add_extreme(name, seen, kind)
+            least = torch.inf if kind == "min" else -torch.inf
+            metrics.add_extreme(name, value.where(is_scored, least) if is_per_token else value, kind)
+        elif is_per_token:
+            metrics.add(name, value.where(is_scored, 0.0), is_scored)
         else:
-            metrics.add(name, seen)
+            metrics.add(name, value)

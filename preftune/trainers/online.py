@@ -17,14 +17,7 @@ from preftune.callbacks.round_completions import show_completions
 from preftune.data.rounds import eval_loader
 from preftune.models.logprobs import scoring
 from preftune.trainers.groups import Group
-from preftune.trainers.learning import (
-    entropy_sums,
-    learning_parts,
-    policy_tokens,
-    record_tokens,
-    stand_in,
-    with_tokens,
-)
+from preftune.trainers.learning import learning_parts, policy_tokens, record_tokens, stand_in, with_tokens
 from preftune.trainers.round_trainer import RoundTrainer
 from preftune.trainers.rounds import seed_of
 from preftune.trainers.shares import Batch
@@ -101,10 +94,13 @@ class OnlineTrainer(RoundTrainer):
             rows = len(tokens.advantages) / totals.counts["rows"].float()
             share = share + self.aux_loss_coef * scores.aux_loss * rows
             self.metrics.add("aux_loss", scores.aux_loss)
-        if self.model.training:
-            self._entropy_sums += entropy_sums(tokens)
+        if self.model.training and not batch["repeated"]:
+            self.observe(tokens)
         record_tokens(self.metrics, tokens, output)
         return share
+
+    def observe(self, tokens: PolicyTokens) -> None:
+        """Called with what every micro-batch of a training step saw; does nothing unless an algorithm overrides it."""
 
     def tokens_of(self, model: nn.Module, batch: Batch) -> tuple[PolicyTokens, TokenScores]:
         """What the loss sees of a micro-batch, in one forward."""
@@ -117,11 +113,6 @@ class OnlineTrainer(RoundTrainer):
             entropy_has_grad=self.entropy_coef != 0,
             device=self.args.device,
         )
-
-    def step_entropy(self) -> float:
-        """Mean entropy of a token over the optimizer step so far, in nats, over all ranks (a collective)."""
-        total, count = cast(Tensor, self.accelerator.reduce(self._entropy_sums, "sum")).tolist()
-        return total / max(count, 1)
 
     # Evaluation
 
@@ -151,7 +142,6 @@ class OnlineTrainer(RoundTrainer):
                 batch = {"groups": [group], "on_policy": True, "is_first_pass": False, "repeated": False}
                 totals = self.totals_of([batch], over_ranks=False)
                 with scoring(model, self.layout), self.accelerator.autocast():
-                    for part in self.micro_batches(batch):
-                        loss = self._share(model, part, totals)
-                        self.eval_metrics.add("loss", loss, totals.counts["rows"])
+                    shares = [self._share(model, part, totals) for part in self.micro_batches(batch)]
+                self.eval_metrics.add("loss", torch.stack(shares).sum(), totals.counts["rows"])
         return None, None, None

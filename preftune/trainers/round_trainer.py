@@ -30,11 +30,7 @@ from preftune.rollouts.choose import make_backend, sampling_of
 from preftune.rollouts.weights import Follow
 from preftune.trainers.base import RawData, default_output_dir
 from preftune.trainers.groups import Group, cut_into
-from preftune.trainers.learning import (
-    score_groups,
-    summed_gaps,
-    with_logps,
-)
+from preftune.trainers.learning import score_groups, summed_gaps, with_logps
 from preftune.trainers.metrics import RunningMetrics
 from preftune.trainers.placing import placed
 from preftune.trainers.rounds import (
@@ -140,14 +136,13 @@ class RoundTrainer(StepTrainer):
                 self._round = self.draw_round(item)
             batches.append(self._batch_of(item))
             self._is_mid_round = item.step + 1 < self.args.steps_per_round
-        self._entropy_sums = torch.zeros(2, dtype=torch.float64, device=self.args.device)
         return self.begin_step(batches, num_batches), None
 
     def _batch_of(self, item: MicroStep) -> Batch:
-        if self._round is None:
+        if self._round is None or (self._round.epoch, self._round.number) != (item.epoch, item.round):
             raise CheckpointError(
-                f"the run goes on in the middle of round {item.round}, and its completions were not saved. Resume from "
-                "a checkpoint that preftune wrote."
+                f"the run goes on in the middle of round {item.round} of epoch {item.epoch}, and the checkpoint does "
+                "not hold its completions. Resume with the data and options of the run that wrote it."
             )
         per_generation = self.args.resolved_steps_per_generation
         first = item.round * self.args.steps_per_round
@@ -228,7 +223,8 @@ class RoundTrainer(StepTrainer):
         combined_PG = combine_rewards(rewards_PGK, self.reward_weights)
         add_figures(metrics, reward_figures(scored.table.names, rewards_PGK, combined_PG))
         add_figures(metrics, length_figures(*whole[:, functions : functions + 2].numpy().T))
-        add_figures(metrics, {name: (value, len(mine)) for name, value in scored.metrics.items()})
+        for name, value in scored.metrics.items():
+            metrics.add(name, torch.tensor(value), torch.tensor(float(len(mine))))
         return [group.with_advantages(advantages) for group in groups]
 
     @property

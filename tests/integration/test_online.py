@@ -16,7 +16,8 @@ from peft import LoraConfig
 from preftune import BEMACallback
 from preftune.configs.grpo import GRPOConfig
 from preftune.configs.rloo import RLOOConfig
-from preftune.errors import ConfigError, DataFormatError
+from preftune.data.rounds import MicroStep
+from preftune.errors import CheckpointError, ConfigError, DataFormatError
 from preftune.trainers.grpo import GRPOTrainer
 from preftune.trainers.online import OnlineTrainer
 from preftune.trainers.rloo import RLOOTrainer
@@ -216,6 +217,41 @@ def test_eval_batches_change_no_metric(tmp_path, tiny_model, tokenizer):
         found.append(trainer.evaluate(rows))
     for name in ("eval_reward", "eval_loss", "eval_entropy", "eval_completions/mean_length"):
         assert [m[name] for m in found] == pytest.approx([found[0][name]] * 3, abs=1e-6), name
+
+
+def test_a_token_budget_changes_no_eval_metric(tmp_path, tiny_model, tokenizer):
+    rows = Dataset.from_list([{"prompt": text} for text in PROMPTS[:3]])
+    found = []
+    for budget in (None, 20):
+        how = {"beta": 0.1, "sync_ref_model": True, "max_tokens_per_micro_batch": budget}
+        trainer = build(tmp_path / str(budget), tiny_model, tokenizer, per_device_eval_batch_size=4, **how)
+        trainer.train()  # until the reference differs, the loss is 0 whatever its weight
+        found.append(trainer.evaluate(rows))
+    assert found[0]["eval_loss"] > 1e-4
+    for name in ("eval_loss", "eval_kl", "eval_entropy"):
+        assert found[1][name] == pytest.approx(found[0][name], rel=1e-3), name
+
+
+def test_numbers_that_rewards_report_are_means(tmp_path, tiny_model, tokenizer):
+    """Whatever they are called: 0, 1, 2, ... over three rounds of one log is 1."""
+    calls = []
+
+    def counted(completions, log_metric, **_):
+        log_metric("max_depth", len(calls))
+        calls.append(1)
+        return letters(completions)
+
+    trainer = build(tmp_path, tiny_model, tokenizer, reward=counted, max_steps=3, logging_steps=3)
+    trainer.train()
+    assert logged(trainer, "max_depth") == [1.0]
+
+
+def test_a_round_that_is_not_the_checkpoints_is_refused(tmp_path, tiny_model, tokenizer):
+    trainer = build(tmp_path, tiny_model, tokenizer, **REUSED)
+    trainer.train()
+    elsewhere = MicroStep(epoch=5, round=1, step=1)
+    with pytest.raises(CheckpointError, match="round 1 of epoch 5"):
+        trainer._batch_of(elsewhere)
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
