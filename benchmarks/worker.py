@@ -151,7 +151,7 @@ def config_of(side: str, config_class: Any, job: dict[str, Any]) -> Any:
     )
 
 
-def read_rows(job: dict[str, Any], path: str) -> Any:
+def read_rows(path: str) -> Any:
     return load_dataset("json", data_files=path, split="train")
 
 
@@ -167,7 +167,7 @@ def observed(trainer: Any, side: str, job: dict[str, Any], rollouts: RolloutWatc
 def train(channel: Channel, side: str, job: dict[str, Any]) -> None:
     """Builds the trainer, answers with what that took, then trains under the gate."""
     trainer_class, config_class = side_classes(side, job["kind"])
-    dataset = read_rows(job, job["rows"])
+    dataset = read_rows(job["rows"])
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     vocabulary = json.loads((Path(job["model"]) / "config.json").read_text())["vocab_size"]
     gate = Gate(channel, job["device"], vocabulary)
@@ -198,7 +198,7 @@ def odd_tokens(rollouts: RolloutWatch) -> Any:
 def construct(side: str, job: dict[str, Any], rows: str, num_proc: int | None) -> tuple[dict[str, float], int]:
     """What a constructor with these rows costs, and the rows that were left."""
     trainer_class, config_class = side_classes(side, "dpo")
-    dataset = read_rows(job, rows)
+    dataset = read_rows(rows)
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     model = AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
     args = config_of(side, config_class, {**job, "num_proc": num_proc})

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 LARGEST_LISTED_ARRAY = 64
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -47,7 +47,7 @@ def plain(value: Any) -> Any:
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    if isinstance(value, (torch.Tensor, np.ndarray, np.generic)):
+    if isinstance(value, (np.ndarray, np.generic)) or _is_tensor(value):
         return _plain_array(value)
     if isinstance(value, Mapping):
         return {str(k): plain(v) for k, v in value.items()}
@@ -59,13 +59,23 @@ def plain(value: Any) -> Any:
         return f"<{type(value).__name__}: {type(error).__name__} in repr>"
 
 
-def _plain_array(array: torch.Tensor | np.ndarray | np.generic) -> Any:
-    size = array.numel() if isinstance(array, torch.Tensor) else array.size
-    # Reading a tensor subclass such as DTensor may be a collective, and only one rank is here.
-    foreign = isinstance(array, torch.Tensor) and type(array) not in (torch.Tensor, torch.nn.Parameter)
+def _is_tensor(value: Any) -> bool:
+    """Does not load torch, for the report: where nobody has, there is no tensor."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _plain_array(array: Any) -> Any:
+    is_tensor, foreign = _is_tensor(array), False
+    if is_tensor:
+        import torch
+
+        # Reading a tensor subclass such as DTensor may be a collective, and only one rank is here.
+        foreign = type(array) not in (torch.Tensor, torch.nn.Parameter)
+    size = array.numel() if is_tensor else array.size
     if size > LARGEST_LISTED_ARRAY or foreign:
         return f"{str(array.dtype).removeprefix('torch.')}{list(array.shape)}"
-    items = array.detach().cpu().tolist() if isinstance(array, torch.Tensor) else array.tolist()
+    items = array.detach().cpu().tolist() if is_tensor else array.tolist()
     if size == 1:
         while isinstance(items, list):
             items = items[0]

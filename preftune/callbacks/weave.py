@@ -89,8 +89,8 @@ class WeaveCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Of several eval sets this comes once for each, with its metrics."""
-        names = {prompt.dataset for prompt in self.answers.prompts} - {None}
-        evaluated = [name for name in names if f"eval_{name}_runtime" in (metrics or {})]
+        names = dict.fromkeys(prompt.dataset for prompt in self.answers.prompts)  # on all ranks in one order
+        evaluated = [name for name in names if name is not None and f"eval_{name}_runtime" in (metrics or {})]
         for name in evaluated or [None]:
             self._log(state, name)
 

@@ -101,9 +101,8 @@ def manifest_differences(a: Run, b: Run) -> Iterator[Difference]:
 
 def described(a: Run, b: Run, first: Sequence[Difference], tolerance: float) -> Iterator[str]:
     """The comparison, line by line."""
-    steps = [max((e["step"] for e in run.entries), default=0) for run in (a, b)]
-    yield f"A: {a.path} ({len(a.entries)} logs, last step {steps[0]})"
-    yield f"B: {b.path} ({len(b.entries)} logs, last step {steps[1]})"
+    yield f"A: {a.path} ({len(a.entries)} logs, last step {a.last_step})"
+    yield f"B: {b.path} ({len(b.entries)} logs, last step {b.last_step})"
     how = "exactly" if not tolerance else f"within {tolerance:g}"
     if first:
         yield f"The runs first differ at step {first[0].step}, in {first[0].name} (A | B):"
@@ -111,7 +110,7 @@ def described(a: Run, b: Run, first: Sequence[Difference], tolerance: float) -> 
     elif min(len(a.entries), len(b.entries)) == 0:
         yield "There are no logs to compare."
     else:
-        yield f"The logs agree {how} up to step {min(steps)}."
+        yield f"The logs agree {how} up to step {min(a.last_step, b.last_step)}."
     for run, letter in ((a, "A"), (b, "B")):
         if run.manifest is None:
             yield f"{letter} has no run.json: configs, versions and data are not compared."

@@ -94,7 +94,9 @@ class GRPOConfig(OnlineConfig):
         None, "Seconds that one call of a tool may take; past it the model reads an error. Unset: any time.", above=0
     )
     cast_lm_head_to_fp32: bool = option(
-        False, "Keep the weights of the output head in float32, and its product; not with LoRA on the head."
+        False,
+        "Accepted for scripts that come from TRL and without effect (it warns): the head's product is of the weights' "
+        "type, softmax and log-probabilities are float32 always.",
     )
     vllm_importance_sampling_correction: bool = option(
         True, "Weigh the loss by how the trainer's probabilities differ from those of a vLLM that sampled."

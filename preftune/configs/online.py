@@ -40,7 +40,9 @@ class OnlineConfig(RolloutConfig, ReferenceConfig):
         False, "Leave completions that ran out of max_completion_length out of the loss; their rewards still count."
     )
     log_completions: bool = option(False, "Show a table of completions, rewards and advantages at each log.")
-    log_multimodal: bool = option(True, "Send images along with the tables of completions.")
+    log_multimodal: bool = option(
+        True, "Accepted for scripts that come from TRL and without effect: tables of completions have no images."
+    )
     num_completions_to_print: int | None = option(None, "Rows of the table on the console. Unset: all; 0: none.")
     log_unique_prompts: bool = option(False, "One row a prompt in the tables sent to trackers.")
 

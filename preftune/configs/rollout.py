@@ -111,7 +111,7 @@ class RolloutConfig(BaseConfig):
     rollout_backend: str = option(
         "local",
         "What generates: local (in process, the prompt computed once), continuous (transformers' continuous "
-        "batching), server (a vLLM server) or vllm (in process). use_vllm and its kin choose one too.",
+        "batching) or server (a vLLM server); vllm (in process) is refused. use_vllm and its kin choose one too.",
         choices=ROLLOUT_BACKENDS,
     )
     rollout_precision: str = option(
@@ -120,7 +120,9 @@ class RolloutConfig(BaseConfig):
         choices=ROLLOUT_PRECISIONS,
     )
     ds3_gather_for_generation: bool = option(
-        True, "DeepSpeed ZeRO-3: gather the weights for generation. Faster; off, a model larger than one device fits."
+        True,
+        "Accepted for scripts that come from TRL and without effect: a sharded policy (ZeRO-3, FSDP2) generates with a "
+        "vLLM server.",
     )
     use_transformers_continuous_batching: bool = option(False, "The same as rollout_backend=continuous.")
     transformers_continuous_batching_config: dict[str, Any] | str | None = option(
@@ -129,12 +131,16 @@ class RolloutConfig(BaseConfig):
     use_transformers_paged: bool = option(False, "Deprecated: set use_transformers_continuous_batching instead.")
     use_vllm: bool = option(False, "Generate with vLLM; vllm_mode says where it runs.")
     vllm_mode: str = option(
-        "colocate", "Where vLLM runs: in this process (colocate) or in its own (server).", choices=VLLM_MODES
+        "colocate",
+        "Where vLLM runs with use_vllm: in its own process (server); in this one (colocate) is refused.",
+        choices=VLLM_MODES,
     )
     vllm_model_impl: str = option(
-        "vllm", "Whose model code vLLM runs: its own or transformers'.", choices=("vllm", "transformers")
+        "vllm", "Without effect (it warns): the server's option --model-impl.", choices=("vllm", "transformers")
     )
-    vllm_enable_sleep_mode: bool = option(False, "vLLM in process: give its memory back while training.")
+    vllm_enable_sleep_mode: bool = option(
+        False, "Without effect (it warns): a server shares no memory with the trainer."
+    )
     vllm_structured_outputs_regex: str | None = option(None, "vLLM: completions match this regular expression.")
     vllm_server_base_url: str | None = option(
         None, "vLLM server: its address, such as http://localhost:8000. Replaces host and port."
@@ -143,7 +149,10 @@ class RolloutConfig(BaseConfig):
     vllm_server_port: int = option(8000, "vLLM server: its port.", low=1, high=65535)
     vllm_server_timeout: float = option(240.0, "vLLM server: seconds to wait until it is up.", above=0)
     vllm_group_port: int = option(
-        51216, "Accepted for scripts that come from TRL and without effect: weights need no port.", low=1, high=65535
+        51216,
+        "Without effect (it warns): the server and the trainer find one another without a port.",
+        low=1,
+        high=65535,
     )
     vllm_weights_dir: str | None = option(
         None,
@@ -151,12 +160,14 @@ class RolloutConfig(BaseConfig):
         "they are sent by NCCL where there is CUDA, else the folder is OUTPUT_DIR/vllm_weights.",
     )
     vllm_gpu_memory_utilization: float = option(
-        0.3, "vLLM in process: the share of GPU memory that it may use.", above=0, high=1
+        0.3, "Without effect (it warns): the server's option --gpu-memory-utilization.", above=0, high=1
     )
     vllm_max_model_length: int | None = option(
-        None, "vLLM in process: most tokens of prompt and completion. Unset: the model's limit.", low=1
+        None, "Without effect (it warns): the server's option --max-model-len.", low=1
     )
-    vllm_tensor_parallel_size: int = option(1, "vLLM in process: GPUs that share a model.", low=1)
+    vllm_tensor_parallel_size: int = option(
+        1, "Without effect (it warns): the server's option --tensor-parallel-size.", low=1
+    )
 
     def _normalise(self) -> None:
         super()._normalise()

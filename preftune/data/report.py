@@ -37,7 +37,7 @@ class Outcome(IntEnum):
 REASONS: dict[Outcome, str] = {
     Outcome.IDENTICAL: "chosen equal to rejected",
     Outcome.EMPTY_ANSWER: "an empty answer, or one answer that is the beginning of the other",
-    Outcome.NO_PROMPT: "no prompt (chosen and rejected share no first message)",
+    Outcome.NO_PROMPT: "no prompt (in pairs of messages: no first message that both sides share)",
     Outcome.PROMPT_FILLS: "a prompt that fills max_length",
     Outcome.ANSWER_FILLS: "an answer that fills max_length (keep_end leaves no prompt)",
     Outcome.NOTHING_SCORED: "no token to score",
@@ -46,8 +46,8 @@ REASONS: dict[Outcome, str] = {
 }
 REMEDIES: dict[Outcome, str] = {
     Outcome.IDENTICAL: "A pair of equal answers has no gradient: check how the pairs were made.",
-    Outcome.EMPTY_ANSWER: "Give both answers some text.",
-    Outcome.NO_PROMPT: "Add a prompt column, or begin both sides with the same messages.",
+    Outcome.EMPTY_ANSWER: "Give every answer some text.",
+    Outcome.NO_PROMPT: "Fill the prompt column; pairs without one must begin both sides with the same messages.",
     Outcome.PROMPT_FILLS: "Raise max_length, or shorten the prompts.",
     Outcome.ANSWER_FILLS: "Raise max_length, or use truncation_mode='keep_start'.",
     Outcome.NOTHING_SCORED: "Check completion_only_loss, assistant_only_loss, labels and max_length.",

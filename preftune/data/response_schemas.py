@@ -209,12 +209,10 @@ def _spoken(calls: list[dict[str, Any]]) -> str:
     )
 
 
-def _json_around(text: str, word: str, start: int = 0) -> tuple[int, int, Any] | None:
+def _json_around(text: str, word: str) -> tuple[int, int, Any] | None:
     """The outermost JSON value in `text` that holds `word`: its start, its end and itself."""
     decoder = json.JSONDecoder()
     for place in (found.start() for found in re.finditer(r"[\[{]", text)):
-        if place < start:
-            continue
         try:
             value, end = decoder.raw_decode(text, place)
         except json.JSONDecodeError:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from preftune.data.collate import Row
-from preftune.data.columns import check_plain, column_names, first_row, rename_columns
+from preftune.data.columns import column_names, first_row
 from preftune.data.conversations import bad_value
 from preftune.data.encoding import Ids, TextEncoder
 from preftune.data.formats import PAIR_IDS, preference_source
@@ -23,6 +23,7 @@ from preftune.data.mapping import EncodedRow, PreparedData, as_columns, encode_d
 from preftune.data.preference import PreferenceEncoder, check_ids
 from preftune.data.report import Outcome
 from preftune.data.templates import ChatRenderer
+from preftune.data.tokenize import readable
 from preftune.data.tree import build_tree
 
 REWARD_IDS = ("chosen_ids", "rejected_ids")
@@ -59,9 +60,9 @@ def prepare_reward(
 
     Raises:
         DataFormatError: columns or values that cannot be used, or no usable row.
+        ConfigError: an option that does not fit.
     """
-    check_plain(dataset, name)
-    dataset = _modern(rename_columns(dataset, columns))
+    dataset = _modern(readable(dataset, columns, truncation_mode, name))
     encoder = TextEncoder(tokenizer, eos_token_ids=eos_token_ids)
     found = column_names(dataset)
     source = "ids" if set(REWARD_IDS) <= set(found) else preference_source(found, first_row(dataset, name), name)

@@ -64,7 +64,7 @@ def prepare_preference(
         DataFormatError: columns or values that cannot be used, or no usable row.
         ConfigError: an option that does not fit.
     """
-    dataset = _readable(dataset, columns, truncation_mode, name)
+    dataset = readable(dataset, columns, truncation_mode, name)
     encoder = TextEncoder(tokenizer, eos_token_ids=eos_token_ids)
     options = dict(chat_template_kwargs or {})
     source = preference_source(column_names(dataset), first_row(dataset, name), name)
@@ -118,7 +118,7 @@ def prepare_sft(
         DataFormatError: columns or values that cannot be used, or no usable row.
         ConfigError: an option that does not fit the rows, or a template without markers.
     """
-    dataset = _readable(dataset, columns, truncation_mode, name)
+    dataset = readable(dataset, columns, truncation_mode, name)
     encoder = TextEncoder(tokenizer, eos_token, eos_token_ids)
     options = dict(chat_template_kwargs or {})
     source = supervised_source(
@@ -189,7 +189,13 @@ def prepare_eval(
     return prepare(datasets, name=name)
 
 
-def _readable(dataset: Any, columns: Mapping[str, str] | None, truncation_mode: str, name: str) -> Any:
+def readable(dataset: Any, columns: Mapping[str, str] | None, truncation_mode: str, name: str) -> Any:
+    """`dataset` with the columns' usual names, once it is a plain one.
+
+    Raises:
+        DataFormatError: it is no plain dataset, or a column that is to be renamed is not there.
+        ConfigError: an unknown truncation mode, or one column under two names.
+    """
     check_plain(dataset, name)
     if truncation_mode not in TRUNCATION_MODES:
         raise ConfigError(f"truncation_mode={truncation_mode!r} is not known. Allowed: {', '.join(TRUNCATION_MODES)}.")

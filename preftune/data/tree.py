@@ -106,21 +106,25 @@ def select_branch(tree: PromptTree, number: int) -> PromptTree:
 
     Every prompt has such a branch. Scores equal the same entries of the scores of the whole tree.
     """
-    device = tree.input_ids.device
     lengths = [m for n, branches in tree.layout for m in (n, *branches)]
     kept = [b in (-1, number) for _, branches in tree.layout for b in range(-1, len(branches))]
-    prompt_of_branch = torch.tensor([p for p, (_, branches) in enumerate(tree.layout) for _ in branches], device=device)
-    keep_N = torch.from_numpy(np.repeat(kept, lengths)).to(device)
-    place_N = keep_N.cumsum(0) - 1
-    keep_T = keep_N[tree.target_index]
+    owners = [p if b == number else -1 for p, (_, branches) in enumerate(tree.layout) for b in range(len(branches))]
+    keep = np.repeat(kept, lengths)
+
+    def there(values: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(values).to(tree.input_ids.device, non_blocking=True)
+
+    flat_index, place_N = there(np.flatnonzero(keep)), there(np.cumsum(keep) - 1)
+    owner_T = there(np.array(owners, np.int64))[tree.branch_index]
+    kept_T = (owner_T >= 0).nonzero()[:, 0]  # the only wait for the device: the layout does not say what is scored
     return PromptTree(
         tuple((n, (branches[number],)) for n, branches in tree.layout),
-        tree.input_ids[keep_N],
-        tree.position_ids[keep_N],
-        place_N[tree.predict_index[keep_T]],
-        place_N[tree.target_index[keep_T]],
-        prompt_of_branch[tree.branch_index[keep_T]],
-        None if tree.images is None else tree.images.select(range(tree.num_prompts), keep_N),
+        tree.input_ids[flat_index],
+        tree.position_ids[flat_index],
+        place_N[tree.predict_index[kept_T]],
+        place_N[tree.target_index[kept_T]],
+        owner_T[kept_T],
+        None if tree.images is None else tree.images.select(range(tree.num_prompts), flat_index),
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 from datasets import Dataset, Features, IterableDataset, List, Value
 
-from preftune.data.columns import check_plain, column_names, missing_column, rename_columns
+from preftune.data.columns import column_names, missing_column
 from preftune.data.conversations import bad_value, says_nothing, to_messages
 from preftune.data.encoding import Branches, Ids, TextEncoder
 from preftune.data.formats import (
@@ -29,7 +29,7 @@ from preftune.data.pairs import unpair_batch
 from preftune.data.preference import check_ids, cut_pair
 from preftune.data.report import Outcome
 from preftune.data.templates import Chat, ChatRenderer
-from preftune.data.tokenize import prepare_preference
+from preftune.data.tokenize import prepare_preference, readable
 from preftune.errors import ConfigError
 
 UNPAIRED_IDS = ("prompt_ids", "completion_ids")
@@ -63,8 +63,7 @@ def prepare_unpaired(
         DataFormatError: columns or values that cannot be used, or no usable row.
         ConfigError: an option that does not fit.
     """
-    check_plain(dataset, name)
-    dataset = rename_columns(dataset, columns)
+    dataset = readable(dataset, columns, truncation_mode, name)
     source = unpaired_source(column_names(dataset), name)
     images = image_encoder(dataset, processor, max_length, truncation_mode, name)
     common: dict[str, Any] = {"name": name, "num_proc": num_proc}

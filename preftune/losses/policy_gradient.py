@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from preftune.losses.log_ratios import at_least_float32
 from preftune.losses.names import POLICY_LOSS_NAMES, unknown_name
 from preftune.types import LossOutput
 
-# (logps_BT, old_logps_BT | None, advantages, mask_BT, **hyper) -> LossOutput with `[B, T]` losses.
+# (SurrogateInputs, **hyper) -> LossOutput with `[B, T]` losses.
 PolicyLoss = Callable[..., LossOutput]
 
 # ScaleRL (arXiv:2510.13786) finds 4 to 8 alike; the ratio's cap itself, not a distance from 1.
@@ -30,16 +32,36 @@ CISPO_CAP = 5.0
 _LEAST_RATIO = 1e-8
 
 
+@dataclass(frozen=True)
+class SurrogateInputs:
+    """What every surrogate is made of.
+
+    Attributes:
+        logps_BT: l in float32 or more, with gradient.
+        log_w_BT: log of each token's ratio, 0 outside the mask; not bounded yet.
+        A: `[B, 1]` or `[B, T]` advantages, constants.
+        mask_BT: 1 at tokens that count.
+        level: "token" or "sequence": whose ratio `w` is.
+    """
+
+    logps_BT: Tensor
+    log_w_BT: Tensor
+    A: Tensor
+    mask_BT: Tensor
+    level: str
+
+    @cached_property
+    def w(self) -> Tensor:
+        """`[B, T]`, or `[B, 1]` at level "sequence"."""
+        return ratio(self.log_w_BT, self.mask_BT, self.level)
+
+
 def clipped(
-    logps_BT: Float[Tensor, "B T"],
-    old_logps_BT: Float[Tensor, "B T"] | None,
-    advantages_B: Float[Tensor, " B"],
-    mask_BT: Float[Tensor, "B T"],
+    given: SurrogateInputs,
     *,
     epsilon: float = 0.2,
     epsilon_high: float | None = None,
     delta: float | None = None,
-    importance_sampling_level: str = "token",
     **_: Any,
 ) -> LossOutput:
     """-min(w A, clip(w, 1 - epsilon, 1 + epsilon_high) A): PPO's surrogate as in GRPO (arXiv:2402.03300, eq. 3).
@@ -50,24 +72,14 @@ def clipped(
 
     One fact to check: on-policy the value is -A and the gradient -A times that of l, whatever the bounds.
     """
-    high = epsilon if epsilon_high is None else epsilon_high
-    A_B1 = as_columns(advantages_B, logps_BT)
-    w = ratio(log_ratio(logps_BT, old_logps_BT, mask_BT), mask_BT, importance_sampling_level)
-    bounded = w.clamp(1 - epsilon, 1 + high)
-    capped = w if delta is None else w.clamp(max=delta)
-    loss_BT = -torch.minimum(capped * A_B1, bounded * A_B1)
-    metrics = clip_metrics(w, A_B1, mask_BT, low=1 - epsilon, high=1 + high)
-    return LossOutput(_scored(loss_BT, mask_BT), metrics)
+    loss, metrics = _clip(given.w, given.A, given.mask_BT, epsilon, epsilon_high, delta)
+    return LossOutput(_scored(loss, given.mask_BT), metrics)
 
 
 def cispo(
-    logps_BT: Float[Tensor, "B T"],
-    old_logps_BT: Float[Tensor, "B T"] | None,
-    advantages_B: Float[Tensor, " B"],
-    mask_BT: Float[Tensor, "B T"],
+    given: SurrogateInputs,
     *,
     epsilon_high: float | None = None,
-    importance_sampling_level: str = "token",
     **_: Any,
 ) -> LossOutput:
     """-sg(min(w, epsilon_high)) A l: REINFORCE with a capped weight, every token learns (arXiv:2506.13585, eq. 4).
@@ -77,22 +89,17 @@ def cispo(
     One fact to check: on-policy the gradient is -A times that of l.
     """
     cap = CISPO_CAP if epsilon_high is None else epsilon_high
-    A_B1 = as_columns(advantages_B, logps_BT)
-    w = ratio(log_ratio(logps_BT, old_logps_BT, mask_BT), mask_BT, importance_sampling_level).detach()
-    loss_BT = -w.clamp(max=cap) * A_B1 * at_least_float32(logps_BT)
-    is_capped = ((w > cap) & (A_B1 > 0)).float()
+    w, A, mask_BT = given.w.detach(), given.A, given.mask_BT
+    loss_BT = -w.clamp(max=cap) * A * given.logps_BT
+    is_capped = ((w > cap) & (A > 0)).float()
     return LossOutput(_scored(loss_BT, mask_BT), {"cispo_clip_ratio": _per_token_or_row(is_capped, mask_BT)})
 
 
 def sapo(
-    logps_BT: Float[Tensor, "B T"],
-    old_logps_BT: Float[Tensor, "B T"] | None,
-    advantages_B: Float[Tensor, " B"],
-    mask_BT: Float[Tensor, "B T"],
+    given: SurrogateInputs,
     *,
     sapo_temperature_neg: float = 1.05,
     sapo_temperature_pos: float = 1.0,
-    importance_sampling_level: str = "token",
     **_: Any,
 ) -> LossOutput:
     """-(4 / tau) sigmoid(tau (w - 1)) A: a soft gate in place of the clip (arXiv:2511.20347).
@@ -101,17 +108,13 @@ def sapo(
 
     One fact to check: on-policy the value is -2 A / tau and the gradient -A times that of l.
     """
-    A_B1 = as_columns(advantages_B, logps_BT)
-    w = ratio(log_ratio(logps_BT, old_logps_BT, mask_BT), mask_BT, importance_sampling_level)
-    tau_B1 = torch.full_like(A_B1, sapo_temperature_neg).masked_fill(A_B1 > 0, sapo_temperature_pos)
-    return LossOutput(_scored(-(4 / tau_B1) * torch.sigmoid(tau_B1 * (w - 1)) * A_B1, mask_BT))
+    A = given.A
+    tau = torch.full_like(A, sapo_temperature_neg).masked_fill(A > 0, sapo_temperature_pos)
+    return LossOutput(_scored(-(4 / tau) * torch.sigmoid(tau * (given.w - 1)) * A, given.mask_BT))
 
 
 def vespo(
-    logps_BT: Float[Tensor, "B T"],
-    old_logps_BT: Float[Tensor, "B T"] | None,
-    advantages_B: Float[Tensor, " B"],
-    mask_BT: Float[Tensor, "B T"],
+    given: SurrogateInputs,
     *,
     vespo_k_pos: float = 2.0,
     vespo_lambda_pos: float = 3.0,
@@ -127,19 +130,18 @@ def vespo(
 
     One fact to check: on-policy phi is 1, and the gradient -A times that of l.
     """
-    A_B1 = as_columns(advantages_B, logps_BT)
-    log_w_BT = log_ratio(logps_BT, old_logps_BT, mask_BT).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    log_W_B1 = log_w_BT.sum(-1, keepdim=True)
+    A, mask_BT = given.A, given.mask_BT
+    log_W_B1 = given.log_w_BT.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).sum(-1, keepdim=True)
     if sampler_ratio is not None:
         log_rho = sampler_ratio.clamp(min=_LEAST_RATIO).log().clamp(max=MAX_LOG_RATIO)
         is_per_token = log_rho.shape == mask_BT.shape
         log_W_B1 = log_W_B1 + (log_rho.where(mask_BT > 0, 0.0).sum(-1, keepdim=True) if is_per_token else log_rho)
     log_W_B1 = log_W_B1.clamp(math.log(_LEAST_RATIO), MAX_LOG_RATIO)
-    is_bad = A_B1 < 0
-    k = torch.full_like(A_B1, vespo_k_pos).masked_fill(is_bad, vespo_k_neg)
-    lam = torch.full_like(A_B1, vespo_lambda_pos).masked_fill(is_bad, vespo_lambda_neg).clamp(min=1e-4)
+    is_bad = A < 0
+    k = torch.full_like(A, vespo_k_pos).masked_fill(is_bad, vespo_k_neg)
+    lam = torch.full_like(A, vespo_lambda_pos).masked_fill(is_bad, vespo_lambda_neg).clamp(min=1e-4)
     phi = bounded_exp(k * log_W_B1 - lam * torch.expm1(log_W_B1))
-    loss_BT = -phi * A_B1 * at_least_float32(logps_BT)
+    loss_BT = -phi * A * given.logps_BT
     return LossOutput(
         _scored(loss_BT, mask_BT), {"vespo/phi_seq_mean": masked_mean(phi.expand_as(mask_BT), mask_BT)[:, 0]}
     )
@@ -196,8 +198,14 @@ def policy_loss(
     """
     if loss_type not in POLICY_LOSSES:
         raise unknown_name("loss_type", loss_type, POLICY_LOSS_NAMES)
-    hyper = {"importance_sampling_level": importance_sampling_level, "sampler_ratio": sampler_ratio, **hyper}
-    output = POLICY_LOSSES[loss_type](logps_BT, old_logps_BT, advantages_B, mask_BT, **hyper)
+    given = SurrogateInputs(
+        at_least_float32(logps_BT),
+        log_ratio(logps_BT, old_logps_BT, mask_BT),
+        as_columns(advantages_B, logps_BT),
+        mask_BT,
+        importance_sampling_level,
+    )
+    output = POLICY_LOSSES[loss_type](given, sampler_ratio=sampler_ratio, **hyper)
     loss_BT = output.loss
     if keep is not None:
         loss_BT = loss_BT * keep
@@ -207,10 +215,7 @@ def policy_loss(
         return LossOutput(loss_BT, output.metrics)
     if ref_logps_BT is None:
         raise ValueError(f"beta={beta} weighs the distance from a reference, but ref_logps_BT is None")
-    weight = 1.0
-    if use_bias_correction_kl:
-        weight = ratio(log_ratio(logps_BT, old_logps_BT, mask_BT), mask_BT, importance_sampling_level)
-    kl_BT = kl_penalty(logps_BT, ref_logps_BT, mask_BT, weight)
+    kl_BT = kl_penalty(logps_BT, ref_logps_BT, mask_BT, given.w if use_bias_correction_kl else 1.0)
     return LossOutput(loss_BT + beta * kl_BT, {**output.metrics, "kl": kl_BT.detach()})
 
 
@@ -249,11 +254,19 @@ def rloo(
 
     One fact to check: on-policy the gradient is -A times that of the completion's log-probability.
     """
-    high = epsilon if epsilon_high is None else epsilon_high
-    A_B1 = as_columns(advantages_B, logps_BT)
     W_B1 = bounded_exp(log_ratio(logps_BT, old_logps_BT, mask_BT).sum(-1, keepdim=True))
-    loss_B1 = -torch.minimum(W_B1 * A_B1, W_B1.clamp(1 - epsilon, 1 + high) * A_B1)
-    return LossOutput(loss_B1[:, 0], clip_metrics(W_B1, A_B1, mask_BT, low=1 - epsilon, high=1 + high))
+    loss_B1, metrics = _clip(W_B1, as_columns(advantages_B, logps_BT), mask_BT, epsilon, epsilon_high)
+    return LossOutput(loss_B1[:, 0], metrics)
+
+
+def _clip(
+    ratio: Tensor, A: Tensor, mask_BT: Tensor, epsilon: float, epsilon_high: float | None, delta: float | None = None
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """-min(w A, clip(w) A), in the unclipped part with w held below `delta`, and where the clip acts."""
+    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    capped = ratio if delta is None else ratio.clamp(max=delta)
+    loss = -torch.minimum(capped * A, ratio.clamp(low, high) * A)
+    return loss, clip_metrics(ratio, A, mask_BT, low=low, high=high)
 
 
 def clip_metrics(

@@ -116,9 +116,12 @@ def _image_keywords(tree: PromptTree, images: TreeImages) -> dict[str, Tensor]:
 
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """Tensors after one another along the first axis, others filled up with zeros: models take those for no image."""
-    sizes = [max(axis) for axis in zip(*(part.shape[1:] for part in parts))]
+    sizes = [max(axis) for axis in zip(*(part.shape[1:] for part in parts), strict=True)]
     return torch.cat(
-        [F.pad(p, [n for has, wants in zip(p.shape[:0:-1], sizes[::-1]) for n in (0, wants - has)]) for p in parts]
+        [
+            F.pad(p, [n for has, wants in zip(p.shape[:0:-1], sizes[::-1], strict=True) for n in (0, wants - has)])
+            for p in parts
+        ]
     )
 
 

@@ -157,7 +157,7 @@ def _load_processor(name: str, load: dict[str, Any]) -> Any:
         return AutoProcessor.from_pretrained(name, **load)
     if os.path.isfile(os.path.join(name, "tokenizer_config.json")):
         return AutoTokenizer.from_pretrained(name, **load)
-    return AutoProcessor.from_pretrained(base_model_name(name))
+    return AutoProcessor.from_pretrained(base_model_name(name), trust_remote_code=load["trust_remote_code"])
 
 
 def eos_token_ids(model: str | PreTrainedModel) -> tuple[int, ...]:

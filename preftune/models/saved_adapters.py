@@ -15,7 +15,7 @@ from preftune.errors import ConfigError
 
 
 def is_saved_adapter(name: str) -> bool:
-    """Whether `name` is a folder, or a repository of the hub, that holds an adapter and no whole model."""
+    """Whether `name` is a folder with an adapter and no whole model, or a repository of the hub with an adapter."""
     if os.path.isdir(name):
         files = os.listdir(name)
         return "adapter_config.json" in files and "config.json" not in files

@@ -133,22 +133,31 @@ def call_in_thread(call: Callable[[], Any], timeout: float, name: str) -> Any:
     Raises:
         Overdue: it takes longer than `timeout` seconds; the thread is left behind, in the error.
     """
+    thread, future = started_in_thread(call, f"preftune-reward-{name}")
+    concurrent.futures.wait([future], timeout)
+    if not future.done():
+        raise Overdue(thread)
+    return future.result()
+
+
+def started_in_thread(call: Callable[[], Any], name: str) -> tuple[threading.Thread, concurrent.futures.Future]:
+    """A daemon thread called `name` in which `call()` runs without gradients, and the future of its result."""
     future: concurrent.futures.Future = concurrent.futures.Future()
+    future.set_running_or_notify_cancel()  # from now on nobody can cancel it under the thread's hands
     context = contextvars.copy_context()
 
     def work() -> None:
         try:
             with torch.no_grad():
-                future.set_result(context.run(call))
+                value = context.run(call)
         except BaseException as error:  # noqa: BLE001 - raised again where the result is asked for
             future.set_exception(error)
+        else:
+            future.set_result(value)
 
-    thread = threading.Thread(target=work, name=f"preftune-reward-{name}", daemon=True)
+    thread = threading.Thread(target=work, name=name, daemon=True)
     thread.start()
-    concurrent.futures.wait([future], timeout)
-    if not future.done():
-        raise Overdue(thread)
-    return future.result()
+    return thread, future
 
 
 class Overdue(Exception):

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from preftune.errors import RewardError
+from preftune.rewards.records import shortened
 
 # Rewards become float32: beyond this they would be infinite there.
 _LARGEST = float(np.finfo(np.float32).max)
@@ -63,5 +64,4 @@ def reward_value(value: Any, name: str, row: int) -> float:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+    return f"{type(value).__name__} {shortened(value, 80)}"

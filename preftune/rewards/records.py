@@ -6,7 +6,7 @@ Each call gets a `Records` of its own, which can be pickled, so that it works in
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from preftune.errors import RewardError
@@ -97,13 +97,3 @@ def shortened(value: Any, limit: int = 200) -> str:
     """The beginning of `repr(value)`."""
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 3] + "..."
-
-
-def columns_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The columns of dataset rows that reward functions are given: all but prompt, completion and completion_ids.
-
-    A column that a row lacks is None there, whichever row comes first.
-    """
-    left_out = ("prompt", "completion", "completion_ids")
-    names = dict.fromkeys(name for row in rows for name in row if name not in left_out)
-    return {name: [row.get(name) for row in rows] for name in names}

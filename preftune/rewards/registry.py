@@ -15,15 +15,15 @@ from preftune.errors import ConfigError
 from preftune.losses.importing import import_callable
 from preftune.losses.names import is_import_path
 
-# The module of each built-in and, of a factory, the arguments that a name alone stands for.
-_BUILT_IN: dict[str, tuple[str, tuple[Any, ...] | None]] = {
-    "accuracy_reward": ("accuracy", None),
-    "reasoning_accuracy_reward": ("accuracy", None),
-    "exact_match_reward": ("matching", None),
-    "numeric_match_reward": ("matching", None),
-    "think_format_reward": ("format", None),
-    "get_repetition_penalty_reward": ("repetition", ()),
-    "get_soft_overlong_punishment": ("length", (1280, 256)),
+# Names of `preftune.rewards` and, of a factory, the arguments that a name alone stands for.
+_BUILT_IN: dict[str, tuple[Any, ...] | None] = {
+    "accuracy_reward": None,
+    "reasoning_accuracy_reward": None,
+    "exact_match_reward": None,
+    "numeric_match_reward": None,
+    "think_format_reward": None,
+    "get_repetition_penalty_reward": (),
+    "get_soft_overlong_punishment": (1280, 256),
 }
 
 
@@ -42,8 +42,7 @@ def resolve_reward(name: str) -> Callable[..., Any] | str:
         ConfigError: it names nothing, with the nearest built-in; or a function that cannot be imported.
     """
     if name in _BUILT_IN:
-        module, arguments = _BUILT_IN[name]
-        function = getattr(importlib.import_module(f"preftune.rewards.{module}"), name)
+        function, arguments = getattr(importlib.import_module("preftune.rewards"), name), _BUILT_IN[name]
         return function if arguments is None else function(*arguments)
     if is_import_path(name):
         return import_callable(name, option="reward_funcs")

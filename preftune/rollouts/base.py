@@ -5,13 +5,14 @@ A backend gets each prompt once and draws `num_generations` samples of it; it le
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
 from preftune.errors import RolloutError
-from preftune.types import Rollouts, Sampling
+from preftune.types import FinishReason, Rollouts, Sampling
 
 Stream = tuple[int, ...]
 """Names a prompt within a run, for example `(round, global index of the prompt)`."""
@@ -70,3 +71,15 @@ def check_request(
             f"prompt {empty[0]} ({len(empty)} in all) has no tokens, so nothing predicts its first token; start it "
             "with the beginning-of-sequence token, or remove the row"
         )
+
+
+def call_seed(seed: int, stream: Sequence[Stream]) -> int:
+    """A seed below 2**31 for a whole call of `generate`, from the run's seed and every key."""
+    key = repr((seed, *map(tuple, stream))).encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") >> 1
+
+
+def finish_reasons(completion_ids: Sequence[Sequence[int]], sampling: Sampling) -> list[FinishReason]:
+    """ "stop" where a completion ends in an end token, or has no token at all; else "length"."""
+    ends = set(sampling.eos_token_ids)
+    return ["stop" if not ids or ids[-1] in ends else "length" for ids in completion_ids]

@@ -6,20 +6,17 @@ Async tools share one event loop, plain ones run in daemon threads, so that one 
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import contextvars
 import inspect
 import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
-
-import torch
 
 from preftune.errors import RolloutError
 from preftune.models.random_state import forked_random_states
-from preftune.rewards.calling import EventLoop, Overdue, is_async
+from preftune.rewards.calling import EventLoop, Overdue, is_async, started_in_thread
 
 # Plain calls that run at the same time.
 _MOST_THREADS = 64
@@ -109,7 +106,7 @@ class CallRunner:
                 outcomes[place] = await self._outcome(call, _awaited(call))
             else:
                 async with room:
-                    thread, future = _thread(call)
+                    thread, future = started_in_thread(partial(_called, call), f"preftune-tool-{call.name}")
                     outcomes[place] = await self._outcome(call, asyncio.wrap_future(future))
                 if thread.is_alive() and not future.done():
                     self._left_behind.append(thread)
@@ -151,22 +148,10 @@ async def _guarded(awaitable: Any) -> Any:
         raise _Ended(repr(error)) from error
 
 
-def _thread(call: Call) -> tuple[threading.Thread, concurrent.futures.Future]:
-    future: concurrent.futures.Future = concurrent.futures.Future()
-    future.set_running_or_notify_cancel()  # from now on the loop cannot cancel it under the thread's hands
-    context = contextvars.copy_context()
-
-    def work() -> None:
-        try:
-            with torch.no_grad():
-                value = context.run(lambda: call.function(**call.arguments))
-        except Exception as error:  # noqa: BLE001 - an outcome
-            future.set_exception(error)
-        except BaseException as error:  # noqa: BLE001 - as above
-            future.set_exception(_Ended(repr(error)))
-        else:
-            future.set_result(value)
-
-    thread = threading.Thread(target=work, name=f"preftune-tool-{call.name}", daemon=True)
-    thread.start()
-    return thread, future
+def _called(call: Call) -> Any:
+    try:
+        return call.function(**call.arguments)
+    except Exception:
+        raise
+    except BaseException as error:  # as above
+        raise _Ended(repr(error)) from error

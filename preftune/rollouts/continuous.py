@@ -5,7 +5,6 @@ The policy is not cast and is given back as found; there are no log-probs, so th
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +14,10 @@ from transformers import ContinuousBatchingConfig
 from preftune.errors import ConfigError, RolloutError
 from preftune.models import structure
 from preftune.models.adapters import is_prompt_learning, peft_model
-from preftune.rollouts.base import RolloutBackend, Stream, check_request
+from preftune.rollouts.base import RolloutBackend, Stream, call_seed, check_request, finish_reasons
 from preftune.rollouts.policy import budget_of, check_ids, generating
 from preftune.rollouts.sampling import generation_config
-from preftune.types import FinishReason, Rollouts, Sampling
+from preftune.types import Rollouts, Sampling
 
 _DEFAULTS = {"max_memory_percent": 0.5}  # training needs the rest
 
@@ -41,7 +40,7 @@ class ContinuousBackend(RolloutBackend):
         self, model: nn.Module, *, options: Mapping[str, Any] | ContinuousBatchingConfig | None = None
     ) -> None:
         self.model = model
-        given = vars(options) if isinstance(options, ContinuousBatchingConfig) else dict(options or {})
+        given = dict(options or {}) if not isinstance(options, ContinuousBatchingConfig) else _set_fields(options)
         try:
             self._options = {**_DEFAULTS, **given}
             ContinuousBatchingConfig(**self._options)
@@ -72,7 +71,7 @@ class ContinuousBackend(RolloutBackend):
                 f"a prompt with {sampling.max_new_tokens} new tokens goes beyond the model's {limit} positions; lower "
                 "max_completion_length, shorten the prompts, or use backend 'local', which cuts the budget"
             )
-        seed = _seed(sampling.seed, stream)
+        seed = call_seed(sampling.seed, stream)
         options = {"seed": seed, **self._options, "drop_unsupported_processors": False}
         with generating(policy, seed=seed):
             completions = self._completions(policy, prompts, config, ContinuousBatchingConfig(**options))
@@ -82,9 +81,7 @@ class ContinuousBackend(RolloutBackend):
                 f"continuous batching gave {len(completions)} of {wanted} completions; its log names the reason (often "
                 "a cache that does not fit: lower max_memory_percent, or set num_blocks)"
             )
-        ends = set(sampling.eos_token_ids)
-        reasons: list[FinishReason] = ["stop" if ids[-1] in ends else "length" for ids in completions]
-        return Rollouts(prompts, completions, reasons)
+        return Rollouts(prompts, completions, finish_reasons(completions, sampling))
 
     def _completions(
         self, policy: nn.Module, prompts: Sequence[Sequence[int]], config: Any, batching: ContinuousBatchingConfig
@@ -113,6 +110,6 @@ class ContinuousBackend(RolloutBackend):
         return [list(output.generated_tokens) for output in outputs.values()]
 
 
-def _seed(seed: int, stream: Sequence[Stream]) -> int:
-    """A number for the whole call, from the seed and every key."""
-    return int.from_bytes(hashlib.blake2b(repr((seed, list(stream))).encode(), digest_size=4).digest(), "little") >> 1
+def _set_fields(options: ContinuousBatchingConfig) -> dict[str, Any]:
+    """Without those that are None: they were left open, and must not take the place of our own choice."""
+    return {name: value for name, value in vars(options).items() if value is not None}

@@ -5,14 +5,13 @@ It gets every prompt once for each completion, as TRL's does, and answers with o
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 from preftune.errors import RolloutError
 from preftune.models.random_state import forked_random_states
-from preftune.rollouts.base import Stream
-from preftune.types import FinishReason, Rollouts, Sampling
+from preftune.rollouts.base import Stream, call_seed, finish_reasons
+from preftune.types import Rollouts, Sampling
 
 _WANTED = ("prompt_ids", "completion_ids", "logprobs")
 RolloutFunc = Callable[[list[Any], Any], Mapping[str, Any]]
@@ -41,19 +40,15 @@ class FunctionRollouts:
             RolloutError: what the function returned is no rollout of these prompts, with the row and what is wrong.
         """
         prompts = [row.get("prompt", row["prompt_ids"]) for row in rows for _ in range(size)]
-        key = repr((sampling.seed, *map(tuple, stream))).encode()
-        seed = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest())
-        with forked_random_states(seed):
+        with forked_random_states(call_seed(sampling.seed, stream)):
             returned = self._function(list(prompts), self._trainer)
         given = _checked(returned, len(prompts))
         masks = given.pop("env_mask")
         completion_ids, logps = given.pop("completion_ids"), given.pop("logprobs")
-        ends = set(sampling.eos_token_ids)
-        reasons: list[FinishReason] = ["stop" if not ids or ids[-1] in ends else "length" for ids in completion_ids]
         return Rollouts(
             prompt_ids=given.pop("prompt_ids"),
             completion_ids=completion_ids,
-            finish_reasons=reasons,
+            finish_reasons=finish_reasons(completion_ids, sampling),
             logps=logps,
             masks=masks,
             columns={name: _for_each(name, value, len(prompts)) for name, value in given.items()},

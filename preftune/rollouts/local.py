@@ -16,13 +16,13 @@ from torch import nn
 from preftune.errors import ConfigError
 from preftune.models import structure
 from preftune.models.adapters import is_prompt_learning, peft_model
-from preftune.rollouts.base import RolloutBackend, Stream, check_request
+from preftune.rollouts.base import RolloutBackend, Stream, check_request, finish_reasons
 from preftune.rollouts.decode import Decoded, Sample, decode, loop_obstacle
 from preftune.rollouts.policy import budget_of, check_ids, generating
 from preftune.rollouts.sampling import TokenSampler, generation_config
 from preftune.rollouts.snapshot import DTYPE, Snapshot
 from preftune.rollouts.through_generate import generate_samples
-from preftune.types import FinishReason, Rollouts, Sampling
+from preftune.types import Rollouts, Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -43,9 +43,9 @@ class LocalBackend(RolloutBackend):
         model: The policy; may be wrapped by DDP, PEFT or `torch.compile`.
         pad_token_id: Fills short prompts on the left, masked; None takes the model's, or an end token.
         precision: "model" decodes in the dtype of the weights, also where training is under autocast. "bfloat16"
-            decodes with a copy of the weights (adapters merged), taken anew at each call: about twice as fast where
-            memory bandwidth is the limit, for two bytes per parameter; log-probs then differ from the trainer's by
-            some 0.03.
+            decodes with a copy of the weights (adapters merged), taken anew at each call: half the bytes to
+            read for a token, for two bytes of memory per parameter; log-probs then differ from the trainer's, which
+            `sampling/sampling_logp_difference` shows.
         max_batch_tokens: Tokens, prompt and budget, of the rows that are decoded together: the size of the cache.
 
     Raises:
@@ -107,9 +107,8 @@ class LocalBackend(RolloutBackend):
             for batch, decoded in self._decoded(self._decoder(policy), samples, sampling, limit):
                 completions |= _completions(batch, decoded, sampling.eos_token_ids)
         ordered = [completions[place] for place in range(len(prompts) * num_generations)]
-        ends = set(sampling.eos_token_ids)
-        reasons: list[FinishReason] = ["stop" if ids[-1] in ends else "length" for ids, _ in ordered]
-        return Rollouts(prompts, [ids for ids, _ in ordered], reasons, logps=[logps for _, logps in ordered])
+        drawn = [ids for ids, _ in ordered]
+        return Rollouts(prompts, drawn, finish_reasons(drawn, sampling), logps=[logps for _, logps in ordered])
 
     def close(self) -> None:
         """Frees the bfloat16 copy; the next `generate` makes a new one."""

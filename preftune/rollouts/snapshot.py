@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from preftune.errors import ConfigError
 from preftune.models.adapters import is_prompt_learning, peft_model
+from preftune.rollouts.weights import without_adapter
 
 DTYPE = torch.bfloat16
 
@@ -80,11 +81,8 @@ class Snapshot:
         for copied, live in (*self._copied, *self._buffers):
             copied.copy_(live)
         for layer, base in self._merged:
-            scratch = copy.deepcopy(layer)  # one layer at a time is merged in its own precision, then rounded
-            for part in reversed([m for m in scratch.modules() if isinstance(m, BaseTunerLayer)]):
-                if not part.disable_adapters:
-                    part.merge(adapter_names=list(part.active_adapters))  # pyright: ignore
-            merged = dict(scratch.get_base_layer().named_parameters())
+            # one layer at a time is merged in its own precision, then rounded
+            merged = dict(without_adapter(layer).named_parameters())
             for name, copied in base.named_parameters():
                 copied.copy_(merged[name])
 

@@ -85,7 +85,7 @@ class ToolTurns:
             raise ConfigError(
                 f"{self._named} writes a call differently once its result is there, so a rollout would not be what the "
                 "model is asked with later. Let the template write every assistant turn of a tool loop in one way "
-                "(preftune.is_chat_template_prefix_preserving says whether it does)."
+                "(preftune.data.templates.is_chat_template_prefix_preserving says whether it does)."
             )
         return twin
 

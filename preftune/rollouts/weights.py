@@ -58,7 +58,7 @@ def policy_weights(model: nn.Module) -> Weights:
     peft = peft_model(policy)
     base: Any = policy if peft is None else peft.get_base_model()
     reshard(base)
-    named = _whole(base) if peft is None else _merged(base)
+    named = _merged(base)
     sketch = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape, dtype in _outline(base)}
     if set(revert_weight_conversion(base, dict(sketch))) == set(sketch):
         yield from named
@@ -96,7 +96,7 @@ def _outline(base: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.dtyp
     layers = dict(_adapter_layers(base))
     seen: set[int] = set()
     for name, tensor in base.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen and _owner(name, layers) is None:
+        if id(tensor) not in seen and not _is_inside(name, layers):
             seen.add(id(tensor))
             yield _public(name), tuple(tensor.shape), tensor.dtype
     for name, layer in layers.items():
@@ -105,27 +105,20 @@ def _outline(base: nn.Module) -> Iterator[tuple[str, tuple[int, ...], torch.dtyp
             yield _public(f"{name}.{key}"), tuple(tensor.shape), tensor.dtype
 
 
-def _whole(base: nn.Module) -> Weights:
-    seen: set[int] = set()
-    for name, tensor in base.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield _public(name), full_tensor(tensor)
-
-
 def _merged(base: nn.Module) -> Weights:
+    """Weights outside adapted layers, whole where they are sharded; then those of each adapted layer, merged."""
     layers = dict(_adapter_layers(base))
     seen: set[int] = set()
     for name, tensor in base.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen and _owner(name, layers) is None:
+        if id(tensor) not in seen and not _is_inside(name, layers):
             seen.add(id(tensor))
-            yield _public(name), tensor.detach()
+            yield _public(name), full_tensor(tensor)
     for name, layer in layers.items():
-        for key, tensor in _without_adapter(layer).state_dict().items():
+        for key, tensor in without_adapter(layer).state_dict().items():
             yield _public(f"{name}.{key}"), tensor
 
 
-def _without_adapter(layer: Any) -> nn.Module:
+def without_adapter(layer: Any) -> nn.Module:
     """A copy of the layer below, with the active adapters merged into it."""
     scratch = copy.deepcopy(layer)
     if isinstance(scratch, AuxiliaryTrainingWrapper):
@@ -150,9 +143,9 @@ def _adapter_layers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, 
             yield from _adapter_layers(child, f"{prefix}{name}.")
 
 
-def _owner(name: str, layers: dict[str, Any]) -> str | None:
+def _is_inside(name: str, layers: dict[str, Any]) -> bool:
     parts = name.split(".")
-    return next((p for i in range(len(parts)) if (p := ".".join(parts[: i + 1])) in layers), None)
+    return any(".".join(parts[: i + 1]) in layers for i in range(len(parts)))
 
 
 def _public(name: str) -> str:

@@ -27,6 +27,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from preftune.callbacks.environment import MANIFEST, environment, read_manifest
 from preftune.callbacks.findings import is_training
 from preftune.callbacks.formatting import plain
+from preftune.callbacks.trackers.jsonl import strict
 from preftune.data.rounds import RoundSampler
 from preftune.data.samplers import EpochSampler, epoch_order
 from preftune.errors import ConfigError
@@ -86,7 +87,9 @@ class RunManifest(TrainerCallback):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             staged = path.with_name(f".{MANIFEST}.new")
-            staged.write_text(json.dumps(_strict(self._manifest), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+            staged.write_text(
+                json.dumps(strict(plain(self._manifest)), indent=1, allow_nan=False) + "\n", encoding="utf-8"
+            )
             os.replace(staged, path)
         except OSError as error:
             logger.warning("%s could not be written (%s); training goes on", path, error)
@@ -153,7 +156,7 @@ def dataset_identity(rows: Any) -> dict[str, Any]:
     hashed = [name for name, feature in rows.features.items() if not _MEDIA.search(str(feature))]
     values = rows.with_format(None).select_columns(hashed)
     sha = hashlib.sha256(f"{len(rows)}".encode())
-    for number in range(0, len(rows), max(1, len(rows) // _SAMPLED_ROWS)):
+    for number in range(0, len(rows), max(1, -(-len(rows) // _SAMPLED_ROWS))):
         sha.update(json.dumps(plain(values[number]), sort_keys=True).encode())
     return {
         "rows": len(rows),
@@ -231,14 +234,3 @@ def _parameters(trainer: BaseTrainer) -> dict[str, int] | None:
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
-
-
-def _strict(value: Any) -> Any:
-    """With NaN and infinities as text, and what JSON does not know as its short description."""
-    value = plain(value)
-    if isinstance(value, dict):
-        return {name: _strict(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_strict(item) for item in value]
-    is_finite = not isinstance(value, float) or value - value == 0
-    return value if is_finite else str(value)

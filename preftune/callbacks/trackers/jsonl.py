@@ -65,7 +65,7 @@ class JsonlTracker(Tracker):
         if path not in self._own_start:
             _end_last_line(path)
             self._own_start[path] = path.stat().st_size if path.exists() else 0
-        lines = [json.dumps(_strict(row), allow_nan=False, ensure_ascii=False) + "\n" for row in rows]
+        lines = [json.dumps(strict(row), allow_nan=False, ensure_ascii=False) + "\n" for row in rows]
         with path.open("ab") as file:
             file.write("".join(lines).encode("utf-8", "backslashreplace"))
 
@@ -138,11 +138,12 @@ def _others(row: Row) -> dict[str, Any]:
     return {key: value for key, value in row.items() if key != "step"}
 
 
-def _strict(value: Any) -> Any:
+def strict(value: Any) -> Any:
+    """A copy that JSON can hold: what is not finite as text, see `JsonlTracker`."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {key: _strict(item) for key, item in value.items()}
+        return {key: strict(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_strict(item) for item in value]
+        return [strict(item) for item in value]
     return value

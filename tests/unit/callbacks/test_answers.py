@@ -60,10 +60,11 @@ class TestSampling:
     def test_what_no_backend_can_do(self, options):
         assert as_sampling(GenerationConfig(**options), 0) is None
 
-    def test_beams_go_through_the_model(self, tmp_path):
+    def test_beams_go_through_the_model(self, tmp_path, monkeypatch):
+        monkeypatch.setattr("preftune.callbacks.answers.LocalBackend", None)  # a call would fail
         trainer = tiny_trainer(tmp_path)
         answers = PolicyAnswers(trainer, options={"num_beams": 2, "max_new_tokens": 3}).mine()
-        assert [len(a.ids) for a in answers] == [3, 3, 3] or all(0 < len(a.ids) <= 3 for a in answers)
+        assert len(answers) == len(PROMPTS) and all(0 < len(a.ids) <= 3 for a in answers)
 
     def test_a_sample_does_not_depend_on_the_others(self, tmp_path):
         trainer = tiny_trainer(tmp_path)

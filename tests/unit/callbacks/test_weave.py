@@ -236,7 +236,7 @@ def test_averages_leave_out_what_has_no_score():
 
 
 def test_names():
-    assert [as_name(n) for n in ("org/model-1.5", "/tmp/x", "///")] == ["org-model-1.5", "tmp-x", "model"]
+    assert [as_name(n) for n in ("org/model-1.5", "/models/x", "///")] == ["org-model-1.5", "models-x", "model"]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("weave") is None, reason="weave is not installed")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -310,3 +312,15 @@ def test_values_for_reading(value, text):
 @pytest.mark.parametrize(("seconds", "text"), [(14.23, "14.2 s"), (200, "3 min 20 s"), (18_720, "5 h 12 min")])
 def test_durations(seconds, text):
     assert duration(seconds) == text
+
+
+def test_reading_runs_loads_neither_torch_nor_transformers(tmp_path):
+    """Of a run with a log, a table and a manifest."""
+    write(tmp_path, logs([1, 2]), {"completions": [{"step": 1, "prompt": "p", "completion": "c"}]}, {"trainer": "X"})
+    code = (
+        "import sys; from preftune.cli.main import main; folder = sys.argv[1]\n"
+        "assert main(['report', folder, '-o', folder + '/report.html']) == main(['compare', folder, folder]) == 0\n"
+        "print({'torch', 'transformers', 'rich'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from preftune.data.report import Outcome
 from preftune.data.reward import RewardCollator, fit_pair, prepare_reward, shared_length
-from preftune.errors import DataFormatError
+from preftune.errors import ConfigError, DataFormatError
 from tests.unit.models.scoring_helpers import rows_of
 
 
@@ -104,6 +104,8 @@ def test_cut(mode, chosen, rejected, length, fitted, outcome):
 def test_what_was_cut_is_reported(tokenizer, preference_rows):
     report = prepare(preference_rows["text"], tokenizer, max_length=40, overlong="cut").report
     assert report.rows_dropped == 0 and report.cut.count > 0 and report.cut_tokens > 0
+    with pytest.raises(ConfigError, match="truncation_mode='middle' is not known"):
+        prepare(preference_rows["text"], tokenizer, truncation_mode="middle")
 
 
 IDS = st.lists(st.integers(0, 2), min_size=1, max_size=6)

@@ -11,7 +11,7 @@ from datasets import Dataset
 
 from preftune.data.tokenize import prepare_preference
 from preftune.data.unpaired import prepare_unpaired, read_label
-from preftune.errors import DataFormatError
+from preftune.errors import ConfigError, DataFormatError
 
 LABELS = [True, False, False, True, True, False, True, False]
 
@@ -98,6 +98,8 @@ def test_cut_and_dropped(tokenizer):
     assert prepared.report.to_dict()["dropped"] == {"prompt_fills": {"count": 1, "rows": [2]}}
     end = prepare(prompts, tokenizer, max_length=8, truncation_mode="keep_end").dataset
     assert [(len(r["prompt_ids"]), len(r["completion_ids"])) for r in end] == [(3, 4), (7, 1)]
+    with pytest.raises(ConfigError, match="truncation_mode='middle' is not known"):
+        prepare(prompts, tokenizer, truncation_mode="middle")
 
 
 def test_empty_completions_are_dropped(tokenizer):

@@ -1,6 +1,6 @@
 """The losses of online training once more, as loops over tokens in float64 with the math module alone.
 
-Written from the formulas in `parity/online.md` and the papers; shares no code with the package.
+Written from the formulas of the papers; shares no code with the package.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Case:
     advantages: list[float]
     scored: Rows
 
-    def tensors(self, width: int | None = None, fill: float = 0.0, **options) -> tuple[torch.Tensor, ...]:
+    def tensors(self, width: int | None = None, fill: float = 0.0) -> tuple[torch.Tensor, ...]:
         """logps (a leaf with gradient), old, ref, advantages, mask, padded to `width` with `fill`."""
         width = width or max(map(len, self.logps))
         rows = [padded(values, width, fill) for values in (self.logps, self.old, self.ref)]
@@ -60,7 +60,8 @@ def phi(case: Case, b: int, hyper: dict) -> float:
         max(-20, min(20, new - old)) * m for new, old, m in zip(case.logps[b], case.old[b], case.scored[b], strict=True)
     )
     if hyper.get("sampler") is not None:
-        logs += sum(math.log(max(rho, 1e-8)) * m for rho, m in zip(hyper["sampler"][b], case.scored[b], strict=False))
+        rhos = hyper["sampler"][b][: len(case.scored[b])]  # padding stands at the end
+        logs += sum(math.log(max(rho, 1e-8)) * m for rho, m in zip(rhos, case.scored[b], strict=True))
     logs = max(math.log(1e-8), min(20, logs))
     k, lam = (hyper.get("k_pos", 2.0), hyper.get("lambda_pos", 3.0))
     if case.advantages[b] < 0:

@@ -5,6 +5,7 @@ The totals that a share is divided by are those of the whole step.
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -60,7 +61,7 @@ def test_any_split_gives_the_same_loss(name, seed, as_tensors):
     order = draw.sample(range(6), 6)
     cuts = [0, *sorted(draw.sample(range(1, 6), draw.randint(0, 5))), 6]
     shares = []
-    for start, end in zip(cuts, cuts[1:], strict=False):
+    for start, end in itertools.pairwise(cuts):
         part = order[start:end]
         width = max(len(rows[i]) for i in part) + draw.randint(0, 3)
         shares.append(REDUCTION_OF[name](*batch([rows[i] for i in part], [masks[i] for i in part], width), **totals))

@@ -100,10 +100,11 @@ def test_reference_has_no_dropout_whatever_happened_to_the_modes(form):
 def test_a_pass_leaves_the_policy_as_it_was(form):
     policy, reference = build(form)
     policy.train()
-    for number, (module, p) in enumerate(zip(policy.modules(), policy.parameters(), strict=False)):
-        if number % 3 == 0:  # a mixture that no single train() or requires_grad_() would restore
-            module.training = False
-            p.requires_grad_(False)
+    # a mixture that no single train() or requires_grad_() would restore
+    for module in list(policy.modules())[::3]:
+        module.training = False
+    for p in list(policy.parameters())[::3]:
+        p.requires_grad_(False)
     before, state, weights = position(policy), torch.random.get_rng_state(), snapshot(policy)
     reference.token_scores(policy, TREE, layout="tree")
     assert position(policy) == before

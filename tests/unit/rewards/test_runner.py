@@ -18,7 +18,6 @@ import torch
 
 from preftune.errors import ConfigError, RewardError
 from preftune.rewards.base import RewardRunner
-from preftune.rewards.records import columns_of
 
 PROMPTS = ["one", "one", "two", "two"]
 COMPLETIONS = ["a", "bb", "ccc", "dddd"]
@@ -188,11 +187,6 @@ def test_a_function_that_empties_its_lists_harms_nobody():
 
     assert run([greedy, lengths]).values[:, 1].tolist() == [1, 2, 3, 4]
     assert len(COMPLETIONS) == 4
-
-
-def test_columns_of_rows_that_differ():
-    rows = [{"prompt": "p", "a": 1}, {"a": 2, "b": 3, "completion": "c", "completion_ids": [1]}]
-    assert columns_of(rows) == {"a": [1, 2], "b": [None, 3]}
 
 
 def test_no_rows():

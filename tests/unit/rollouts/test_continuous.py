@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import ContinuousBatchingConfig
 
 from preftune.errors import ConfigError, RolloutError
 from preftune.rollouts.continuous import ContinuousBackend
@@ -42,6 +43,9 @@ def test_samples_are_seeded_and_nothing_is_disturbed(tiny_model):
     assert len(first) == 9 and len(set(map(tuple, first))) == 9
     assert as_lists(backend.generate(PROMPTS, 3, sampling(5), stream=KEYS)) == first
     assert as_lists(backend.generate(PROMPTS, 3, sampling(5), stream=keys(3, 1))) != first
+    as_object = ContinuousBackend(model, options=ContinuousBatchingConfig(**SMALL))
+    assert as_lists(as_object.generate(PROMPTS, 3, sampling(5), stream=KEYS)) == first
+    assert backend._options.items() <= as_object._options.items()  # what it leaves open stays our choice
     assert torch.equal(torch.get_rng_state(), state)
     assert model.training and all(m.training for m in model.modules())
     assert model.config._attn_implementation == "sdpa"

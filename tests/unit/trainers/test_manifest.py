@@ -149,6 +149,15 @@ class TestDataset:
         rows[0]["ids"] = [5]
         assert dataset_identity(Dataset.from_list(rows))["sampled_sha256"] != a["sampled_sha256"]
 
+    def test_at_most_256_rows_are_read(self):
+        """Of 511 rows every second one, so that row 1 does not matter and row 2 does."""
+        rows = [{"ids": [i]} for i in range(511)]
+        sha, other, sampled = (
+            dataset_identity(Dataset.from_list([*rows[:i], {"ids": [-1]}, *rows[i + 1 :]]))["sampled_sha256"]
+            for i in (1, 3, 2)
+        )
+        assert sha == other != sampled
+
     def test_no_transform_of_the_user_runs(self):
         def transform(batch):
             raise AssertionError("it may draw random numbers")
