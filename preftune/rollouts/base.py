@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import Tensor
 
@@ -19,7 +20,10 @@ Stream = tuple[int, ...]
 
 
 class RolloutBackend(ABC):
-    """Draws completions of the policy; a new backend implements `generate`, and `load_weights` where it has its own."""
+    """Draws completions of the policy; a new backend implements `generate`.
+
+    `load_weights` is for one with weights of its own, `conversations` for one that can go on from an earlier turn.
+    """
 
     needs_weights: bool = False
     """Whether it has weights of its own: a trainer then calls `load_weights` before a round, after each step."""
@@ -46,6 +50,15 @@ class RolloutBackend(ABC):
             ConfigError: an option of `sampling` that this backend cannot follow.
             RolloutError: prompts that cannot be continued, or a model that gives no numbers to draw from.
         """
+
+    @contextmanager
+    def conversations(self) -> Iterator[Callable[[Sequence[Sequence[int]]], None]]:
+        """A block in which prompts begin with earlier prompts and what was drawn after them; weights stay the same.
+
+        A backend may keep there what it has computed. It gives a function that is to be called with the token ids of
+        conversations that go on, prompt and completion: what was kept of others is freed then, and the rest at the end.
+        """
+        yield lambda histories: None
 
     def load_weights(self, named_parameters: Iterable[tuple[str, Tensor]]) -> None:  # noqa: B027
         """Takes over the policy's weights; backends that run the policy itself have nothing to do."""

@@ -5,23 +5,23 @@ Finished rows are carried along until half of the rows are finished: dropping a 
 
 from __future__ import annotations
 
+import functools
 import inspect
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from preftune.errors import RolloutError
-from preftune.rollouts.cache import Prefilled, cache_obstacle, keep_rows, shared_cache
+from preftune.rollouts.cache import cache_obstacle, keep_rows, row_of
+from preftune.rollouts.kept import KeptRows
+from preftune.rollouts.prefill import Sample, last_logits, least_work_first, padded, prefill
 from preftune.rollouts.sampling import TokenSampler, uniforms
 
-# Prompts go through the model together while at least this part of the tokens is not padding.
-_PREFILL_DENSITY = 0.8
 # Reading on a GPU whether rows have finished waits for it; some steps of finished rows cost less.
 _CHECK_EVERY = {"cpu": 1}
 _CHECK_EVERY_ELSEWHERE = 8
@@ -47,23 +47,6 @@ def loop_obstacle(model: Any) -> str | None:
     if not cls._supports_default_dynamic_cache():
         return "its cache is of its own kind"
     return cache_obstacle(model.config)
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Samples of one prompt.
-
-    Attributes:
-        prompt: Token ids.
-        budget: New tokens at most.
-        keys: Of the random stream of each sample.
-        places: Where the samples stand among all.
-    """
-
-    prompt: Sequence[int]
-    budget: int
-    keys: Sequence[tuple[int, ...]]
-    places: Sequence[int]
 
 
 @dataclass
@@ -100,26 +83,30 @@ def decode(
     pad_token_id: int,
     device: torch.device,
     position_limit: int | None,
+    kept: KeptRows | None = None,
 ) -> Decoded:
     """Continues all samples at once; rows are the samples in order.
 
     Args:
         model: Unwrapped, in eval mode, without `loop_obstacle`.
-        samples: Prompts in order of length.
+        samples: Whose prompts are of like length.
         sampler: Draws the tokens.
         pad_token_id: Fills the left of short prompts.
         device: Where ids go.
         position_limit: Positions that the model knows; None where it knows all.
+        kept: What is known of prompts from before, of the same weights; what becomes known of rows is put there.
 
     Raises:
         RolloutError: the model's logits are not finite, or the options leave no token to draw.
     """
+    kept = kept or KeptRows(0)
+    samples, order = least_work_first(samples, kept)
     steps = max(sample.budget for sample in samples)
     width = max(len(sample.prompt) for sample in samples)
-    rows = _start(samples, steps, pad_token_id, device)
+    rows = _start(samples, order, steps, pad_token_id, device)
     sampler.begin(rows.ids[:, :width], rows.mask[:, :width])
     is_padded = min(len(sample.prompt) for sample in samples) < width
-    logits, cache = _prefill(model, samples, pad_token_id, device, width + steps)
+    logits, cache = prefill(model, samples, kept, pad_token_id=pad_token_id, device=device, limit=width + steps)
     result = Decoded(torch.zeros(len(rows.ids), steps, dtype=torch.long), torch.zeros(len(rows.ids), steps))
     eos = torch.tensor(sampler.sampling.eos_token_ids, dtype=torch.long, device=device)
     every = _CHECK_EVERY.get(device.type, _CHECK_EVERY_ELSEWHERE)
@@ -135,22 +122,29 @@ def decode(
             if alive == 0:
                 break
             if alive <= len(rows.done) // 2:
+                staying = _staying(rows.done, alive)
                 _write(result, rows)
-                tokens = _drop(rows, cache, tokens, alive)
+                _keep(kept, rows, cache, steps, eos, staying)
+                rows.keep(staying)
+                keep_rows(cache, staying)
+                tokens = tokens.index_select(0, staying)
                 sampler.begin(rows.ids[:, :width], rows.mask[:, :width])
         positions = rows.positions + step
         if position_limit is not None:
             positions = positions.clamp(max=position_limit - 1)  # of rows that have ended
         mask = rows.mask[:, : end + 1] if is_padded else None
-        logits = _call(model, tokens[:, None], mask, positions[:, None], cache)
+        logits = last_logits(model, tokens[:, None], mask, positions[:, None], cache)
     _write(result, rows)
     check_finite(result)
+    _keep(kept, rows, cache, steps, eos)
     return result
 
 
-def _start(samples: Sequence[Sample], steps: int, pad_token_id: int, device: torch.device) -> _Rows:
+def _start(
+    samples: Sequence[Sample], order: Sequence[int], steps: int, pad_token_id: int, device: torch.device
+) -> _Rows:
     prompts = [sample.prompt for sample in samples for _ in sample.keys]
-    ids, mask = _padded(prompts, max(map(len, prompts)), pad_token_id)
+    ids, mask = padded(prompts, max(map(len, prompts)), pad_token_id)
     rows = _Rows(
         ids=torch.cat([ids, ids.new_full((len(ids), steps), pad_token_id)], dim=1),
         mask=torch.cat([mask, mask.new_ones(len(ids), steps)], dim=1),
@@ -159,83 +153,44 @@ def _start(samples: Sequence[Sample], steps: int, pad_token_id: int, device: tor
         budgets=torch.tensor([sample.budget for sample in samples for _ in sample.keys]),
         done=torch.zeros(len(prompts), dtype=torch.bool),
         logps=torch.zeros(len(prompts), steps),
-        index=torch.arange(len(prompts)),
+        index=torch.tensor(order),
     )
     for field in fields(rows):
         setattr(rows, field.name, getattr(rows, field.name).to(device))
     return rows
 
 
-def _padded(prompts: Sequence[Sequence[int]], width: int, pad_token_id: int) -> tuple[Tensor, Tensor]:
-    """`[P, width]` ids and mask, padded on the left."""
-    ids = torch.full((len(prompts), width), pad_token_id)
-    mask = torch.zeros(len(prompts), width, dtype=torch.long)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    return ids, mask
-
-
-def _prefill(
-    model: PreTrainedModel, samples: Sequence[Sample], pad_token_id: int, device: torch.device, limit: int
-) -> tuple[Tensor, Cache]:
-    """Logits after the prompt `[R, V]`, and the cache of all rows; prompts of like length go together."""
-    counts = [len(sample.keys) for sample in samples]
-    ends = list(itertools.accumulate(counts))
-    prefilled, logits = [], []
-    for group in _groups_of_like_length([len(sample.prompt) for sample in samples]):
-        lengths = [len(samples[i].prompt) for i in group]
-        ids, mask = _padded([samples[i].prompt for i in group], max(lengths), pad_token_id)
-        positions = (mask.cumsum(-1) - 1).clamp(min=0)
-        cache = DynamicCache(config=model.config)
-        is_padded = min(lengths) < max(lengths)
-        last = _call(model, ids.to(device), mask.to(device) if is_padded else None, positions.to(device), cache)
-        logits.append(last.repeat_interleave(torch.tensor([counts[i] for i in group], device=last.device), dim=0))
-        layers: list[Any] = cache.layers
-        prefilled.append(Prefilled(layers, [(ends[i] - counts[i], ends[i]) for i in group], lengths))
-    width = max(len(sample.prompt) for sample in samples)
-    return torch.cat(logits), shared_cache(prefilled, width=width, limit=limit)
-
-
-def _groups_of_like_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Runs of the sorted `lengths` in which at least `_PREFILL_DENSITY` of the padded tokens are real."""
-    groups: list[list[int]] = []
-    for index, length in enumerate(lengths):
-        real = sum(lengths[i] for i in groups[-1]) + length if groups else 0
-        if groups and real >= _PREFILL_DENSITY * (len(groups[-1]) + 1) * length:
-            groups[-1].append(index)
-        else:
-            groups.append([index])
-    return groups
-
-
-def _call(model: PreTrainedModel, ids: Tensor, mask: Tensor | None, positions: Tensor, cache: Cache) -> Tensor:
-    """`[rows, V]` logits at the last column."""
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
-    output = model(
-        input_ids=ids,
-        attention_mask=mask,
-        position_ids=positions,
-        cache=cache,
-        use_cache=True,
-        return_dict=True,
-        **keep,
-    )
-    return output.logits[:, -1].to(ids.device)
-
-
-def _drop(rows: _Rows, cache: Cache, tokens: Tensor, alive: int) -> Tensor:
-    """Keeps the unfinished rows, and finished ones up to a halving of the number of rows; gives their `tokens`.
+def _staying(done: Tensor, alive: int) -> Tensor:
+    """The unfinished rows, and finished ones up to a halving of the number of rows.
 
     Halvings, because every new number of rows is a new shape, for which the CPU's matrix library compiles a kernel.
     """
-    target = len(rows.done)
+    target = len(done)
     while target // 2 >= alive:
         target //= 2
-    kept = rows.done.to(torch.int8).sort(stable=True).indices[:target].sort().values
-    rows.keep(kept)
-    keep_rows(cache, kept)
-    return tokens.index_select(0, kept)
+    return done.to(torch.int8).sort(stable=True).indices[:target].sort().values
+
+
+def _keep(kept: KeptRows, rows: _Rows, cache: Cache, steps: int, eos: Tensor, staying: Tensor | None = None) -> None:
+    """Puts what the cache holds of rows that leave it into `kept`: all rows but those that stay."""
+    if not kept.keeps:
+        return
+    width = rows.ids.shape[1] - steps
+    computed = cache.get_seq_length() - width
+    drawn = drawn_lengths(rows.ids[:, width:], rows.budgets, eos).clamp(max=computed)
+    leaving = torch.ones_like(rows.done)
+    if staying is not None:
+        leaving[staying] = False
+    for row in leaving.nonzero().flatten().tolist():
+        columns = slice(width - int(rows.positions[row]), width + int(drawn[row]))
+        kept.add(rows.ids[row, columns].tolist(), functools.partial(row_of, cache, row, columns))
+
+
+def drawn_lengths(tokens_RS: Tensor, budgets_R: Tensor, eos: Tensor) -> Tensor:
+    """`[R]` tokens of each row up to its first end token, which counts, or to its budget."""
+    ends = torch.isin(tokens_RS, eos)
+    first = torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens_RS.shape[1])
+    return torch.minimum(first, budgets_R)
 
 
 def _write(result: Decoded, rows: _Rows) -> None:

@@ -6,7 +6,8 @@ The policy is left as found: modes, generation config, attention function, rando
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,7 +18,8 @@ from preftune.errors import ConfigError
 from preftune.models import structure
 from preftune.models.adapters import is_prompt_learning, peft_model
 from preftune.rollouts.base import RolloutBackend, Stream, check_request, finish_reasons
-from preftune.rollouts.decode import Decoded, Sample, decode, loop_obstacle
+from preftune.rollouts.decode import Decoded, Sample, decode, drawn_lengths, loop_obstacle
+from preftune.rollouts.kept import KeptRows
 from preftune.rollouts.policy import budget_of, check_ids, generating
 from preftune.rollouts.sampling import TokenSampler, generation_config
 from preftune.rollouts.snapshot import DTYPE, Snapshot
@@ -46,7 +48,8 @@ class LocalBackend(RolloutBackend):
             decodes with a copy of the weights (adapters merged), taken anew at each call: half the bytes to
             read for a token, for two bytes of memory per parameter; log-probs then differ from the trainer's, which
             `sampling/sampling_logp_difference` shows.
-        max_batch_tokens: Tokens, prompt and budget, of the rows that are decoded together: the size of the cache.
+        max_batch_tokens: Tokens, prompt and budget, of the rows that are decoded together: the size of the cache. Of
+            `conversations` at most as many again are kept.
 
     Raises:
         ConfigError: an unknown precision, or a batch of no tokens.
@@ -70,6 +73,7 @@ class LocalBackend(RolloutBackend):
         self._precision = precision
         self._max_batch_tokens = max_batch_tokens
         self._snapshot: Snapshot | None = None
+        self._kept = KeptRows(0)
         self._told: set[str] = set()
 
     def generate(
@@ -110,6 +114,15 @@ class LocalBackend(RolloutBackend):
         drawn = [ids for ids, _ in ordered]
         return Rollouts(prompts, drawn, finish_reasons(drawn, sampling), logps=[logps for _, logps in ordered])
 
+    @contextmanager
+    def conversations(self) -> Iterator[Callable[[Sequence[Sequence[int]]], None]]:
+        """As in the base class; a turn computes what is new in its prompt, unless `generate` of the model draws it."""
+        outer, self._kept = self._kept, KeptRows(self._max_batch_tokens)
+        try:
+            yield self._kept.only
+        finally:
+            self._kept = outer
+
     def close(self) -> None:
         """Frees the bfloat16 copy; the next `generate` makes a new one."""
         self._snapshot = None
@@ -130,7 +143,9 @@ class LocalBackend(RolloutBackend):
         max_rows = max(1, _MAX_LOGITS // structure.vocabulary_size(model))
         for batch in batches(samples, self._max_batch_tokens, max_rows, one_length=obstacle is not None):
             if obstacle is None:
-                decoded = decode(model, batch, sampler, pad_token_id=pad, device=device, position_limit=limit)
+                decoded = decode(
+                    model, batch, sampler, pad_token_id=pad, device=device, position_limit=limit, kept=self._kept
+                )
             else:
                 decoded = generate_samples(model, batch, sampler, pad_token_id=pad, device=device)
             yield batch, decoded
@@ -183,15 +198,11 @@ def _completions(
     batch: Sequence[Sample], decoded: Decoded, eos_token_ids: Sequence[int]
 ) -> dict[int, tuple[list[int], list[float]]]:
     """Tokens and log-probs of each sample by its place, cut after the first end token or at its budget."""
-    found = {}
-    places = [(place, sample.budget) for sample in batch for place in sample.places]
-    ends = torch.isin(decoded.tokens, torch.tensor(eos_token_ids, dtype=torch.long))
-    first = torch.where(ends.any(1), ends.int().argmax(1) + 1, decoded.tokens.shape[1]).tolist()
-    rows = zip(places, first, decoded.tokens.tolist(), decoded.logps.tolist(), strict=True)
-    for (place, budget), length, tokens, logps in rows:
-        length = min(length, budget)
-        found[place] = (tokens[:length], logps[:length])
-    return found
+    places = [place for sample in batch for place in sample.places]
+    budgets = torch.tensor([sample.budget for sample in batch for _ in sample.places])
+    lengths = drawn_lengths(decoded.tokens, budgets, torch.tensor(eos_token_ids, dtype=torch.long)).tolist()
+    rows = zip(places, lengths, decoded.tokens.tolist(), decoded.logps.tolist(), strict=True)
+    return {place: (tokens[:length], logps[:length]) for place, length, tokens, logps in rows}
 
 
 def _has_other_dtype(policy: nn.Module) -> bool:

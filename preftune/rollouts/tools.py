@@ -115,12 +115,14 @@ class ToolRollouts:
         if not set(self._turns.stop_ids) & set(sampling.eos_token_ids):  # else turns would not end
             sampling = replace(sampling, eos_token_ids=(*sampling.eos_token_ids, *self._turns.stop_ids))
         under_way = talks
-        for turn in itertools.count():
-            self._write(under_way, size, sampling, turn)
-            under_way = [talk for talk in under_way if talk.asked]
-            if not under_way or turn == self._max_iterations:
-                break
-            under_way = self._answer(under_way, sampling.max_new_tokens)
+        with self._backend.conversations() as go_on:
+            for turn in itertools.count():
+                self._write(under_way, size, sampling, turn)
+                under_way = [talk for talk in under_way if talk.asked]
+                if not under_way or turn == self._max_iterations:
+                    break
+                go_on([talk.prompt_ids + talk.ids for talk in under_way])
+                under_way = self._answer(under_way, sampling.max_new_tokens)
         return _rollouts(talks, has_environments=self._toolbox.environments is not None)
 
     # Prompts

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from preftune.rollouts import cache as cache_module
-from preftune.rollouts.cache import Prefilled, cache_obstacle, keep_rows, shared_cache
+from preftune.rollouts.cache import LayerStates, Prefilled, cache_obstacle, keep_rows, shared_cache, taken
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma2"])
@@ -24,7 +24,7 @@ def test_same_logits_as_a_dynamic_cache(tiny_model, family, length, monkeypatch)
     with torch.no_grad():
         model(prompts.repeat_interleave(2, 0), cache=theirs, use_cache=True)
         model(prompts, cache=prefill, use_cache=True)
-        ours = shared_cache([Prefilled(prefill.layers, [(0, 2), (2, 4)], [length] * 2)], width=length, limit=length + 9)
+        ours = shared_cache([Prefilled(taken(prefill), [(0, 2), (2, 4)], [length] * 2)], width=length, limit=length + 9)
         for step, tokens in enumerate(steps.T):
             if step == 4:
                 rows = torch.tensor([0, 3])
@@ -41,13 +41,9 @@ def test_same_logits_as_a_dynamic_cache(tiny_model, family, length, monkeypatch)
 
 
 def test_rows_of_a_prompt_are_written_once_and_padding_is_zero():
-    class Layer(cache_module.DynamicLayer):
-        pass
-
     def prefilled(lengths, rows, value):
-        layer = Layer()
-        layer.update(*(torch.full((len(lengths), 1, max(lengths), 2), float(value)) for _ in range(2)))
-        return Prefilled([layer], rows, lengths)
+        states = torch.full((len(lengths), 1, max(lengths), 2), float(value))
+        return Prefilled([LayerStates(states, states, None)], rows, lengths)
 
     groups = [prefilled([1, 2], [(0, 2), (2, 3)], 1), prefilled([4], [(3, 6)], 2)]
     (layer,) = shared_cache(groups, width=4, limit=6).layers

@@ -184,12 +184,12 @@ def test_failures_become_errors_that_the_model_reads(tokenizer, turn, shown):
         "<call>[1]</call>",
         "</call><call>",
         "<call>" + "[" * 3000,
-        '<call>{"name": "add", "arguments": ' + "[" * 1500 + "]" * 1500 + "}</call>",
+        '<call>{"name": "add", "arguments": ' + "[" * 20_000 + "]" * 20_000 + "}</call>",  # too deep for any Python
         "",
     ],
 )
 def test_what_is_no_call_is_plain_text(tokenizer, text):
-    out, _ = draw(tokenizer, in_turns(say(text)), budget=8000)
+    out, _ = draw(tokenizer, in_turns(say(text)), budget=50_000)
     (message,) = out.columns["completions"][0]
     assert message["role"] == "assistant" and not message.get("tool_calls")
     assert sum(out.masks[0]) == len(out.completion_ids[0])
