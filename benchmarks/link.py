@@ -63,8 +63,18 @@ class Worker:
         tail = self._log.read_bytes()[-LOG_TAIL:].decode(errors="replace")
         return WorkerError(f"worker {self.side}: {what}\n--- end of its log ---\n{tail}")
 
+    def hold(self) -> None:
+        """Stops all its threads where they are, so that none of them works while another side is timed."""
+        os.killpg(self._process.pid, signal.SIGSTOP)
+
+    def release(self) -> None:
+        """Lets it go on after `hold`."""
+        os.killpg(self._process.pid, signal.SIGCONT)
+
     def close(self) -> None:
         """Ends the worker and whatever it started."""
+        if self._process.poll() is None:
+            self.release()
         self._in.close()
         try:
             self._process.wait(timeout=20)

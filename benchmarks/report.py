@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks import summary, trainer_tables
+from benchmarks import observer_table, summary, trainer_tables
 from benchmarks.kinds import KINDS
 from benchmarks.parts import PARTS
 from benchmarks.summary import OURS, TRL
-from benchmarks.tables import ENOUGH_STEPS, NAMES, NOISY, figure_of_ratio, table, verdict
+from benchmarks.tables import ENOUGH_STEPS, NAMES, NOISY, PRECISIONS, figure_of_ratio, table, verdict
 
 WANTED_SPEED = {
     ("real", "default"): (3.5, 6.0),
@@ -39,13 +39,19 @@ in the same order (checked by digest at every step). The steps are interleaved: 
 who goes first alternates. A step is a whole turn of `trainer.train()`: batch, collation, forward, backward, clipping,
 optimizer, logging. *default*: each library as it comes, with an online reference (TRL: gradient checkpointing on).
 *tuned*: TRL without gradient checkpointing, both with reference log-probabilities computed beforehand. Ratios are TRL's
-time over ours (more is better for preftune), with 95 % bootstrap intervals over steps.
+time over ours (more is better for preftune), with 95 % bootstrap intervals over steps. *fp32*: `bf16=False` on both
+sides, what `preftune` chooses by itself on a CPU; *bf16*: `bf16=True` on both, autocast over fp32 weights, what TRL
+does by default everywhere.
 """
 
 
 def seconds_of(figures: dict[str, Any], side: str) -> str:
     f = figures["sides"].get(side)
     return f"{f['seconds']:.2f} [{f['seconds_low']:.2f}, {f['seconds_high']:.2f}]" if f else "-"
+
+
+def setting_of(run: dict[str, Any]) -> str:
+    return f"{run['variant']}, {PRECISIONS[run['precision']]}"
 
 
 def speed_section(runs: dict[str, Any]) -> str:
@@ -59,7 +65,7 @@ def speed_section(runs: dict[str, Any]) -> str:
         rows.append(
             [
                 run["title"],
-                run["variant"],
+                setting_of(run),
                 f"{run['pairs']} x {steps}",
                 seconds_of(f, TRL),
                 seconds_of(f, OURS),
@@ -90,7 +96,7 @@ def speed_section(runs: dict[str, Any]) -> str:
 def throughput_row(run: dict[str, Any], side: str, f: dict[str, Any]) -> list[str]:
     return [
         run["title"],
-        run["variant"],
+        setting_of(run),
         NAMES[side],
         f"{f['real_tokens_per_second']:.0f}",
         f"{f['forwarded_per_real']:.2f}",
@@ -108,7 +114,7 @@ def agreement(figures: dict[str, Any], runs: dict[str, Any]) -> str:
     rows = [
         [
             runs[key]["title"],
-            runs[key]["variant"],
+            setting_of(runs[key]),
             *(f"{x:.4f}" for x in f["first_losses"]),
             f"{f['largest_loss_gap']:.4f}",
         ]
@@ -140,7 +146,7 @@ def parts_section(runs: dict[str, Any]) -> str:
             for part in PARTS
         ]
         name = "" if (kind := run.get("trainer", "dpo")) == "dpo" else f"{kind}, {run['model']}, "
-        text += f"\n{name}{run['title']}, {run['variant']}\n\n" + table(["part", *(NAMES[s] for s in columns)], rows)
+        text += f"\n{name}{run['title']}, {setting_of(run)}\n\n" + table(["part", *(NAMES[s] for s in columns)], rows)
     return text
 
 
@@ -245,6 +251,8 @@ def render(results: dict[str, Any]) -> str:
         sections.append(memory_section(results["memory"]))
     if results.get("preparation"):
         sections.append(preparation_section(results["preparation"]))
+    if results.get("callbacks"):
+        sections.append(observer_table.observers_section(results["callbacks"]))
     if results.get("startup"):
         sections.append(startup_section(results["startup"]))
     timed = {key: run for part in ("speed", "trainers", "online") for key, run in results.get(part, {}).items()}

@@ -17,13 +17,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks import environments, memory, models, preparation, report, rows, speed, startup
+from benchmarks import callbacks, environments, memory, models, preparation, report, rows, speed, startup
 from benchmarks.kinds import ANSWER_TOKENS, KINDS
 from benchmarks.link import WorkerError
 from benchmarks.setup import Setup
 
 HERE = Path(__file__).resolve().parent
-PARTS = ("startup", "preparation", "memory", "speed")
+PARTS = ("startup", "preparation", "callbacks", "memory", "speed")
 VARIANTS = ("default", "tuned")
 ONLINE_MODELS = ("main", "tiny")
 PROFILE = "short"
@@ -74,7 +74,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def pythons(args: argparse.Namespace) -> dict[str, Path]:
     """Interpreter of each side that can take part; a side that cannot is said aloud and left out."""
     found: dict[str, Path] = {}
-    if "trl" in args.sides:
+    if "trl" in args.sides and args.only != ["callbacks"]:
         found["trl"] = args.trl_python or environments.trl_python(HERE / ".venv-trl")
     if "ours" in args.sides:
         if importlib.util.find_spec("preftune.trainers.dpo") is None:
@@ -122,6 +122,8 @@ def measure(args: argparse.Namespace, setup: Setup, results: Results) -> None:
                 f"short/{workers}",
                 lambda n=workers: preparation.measure(setup, "short", args.rows, n, args.repeats),
             )
+    if "callbacks" in args.only and "ours" in setup.pythons:
+        results.take("callbacks", "dpo", lambda: callbacks.measure(setup, PROFILE))
     if "memory" in args.only:
         measure_memory(args, setup, results)
     if "speed" in args.only:
@@ -139,19 +141,26 @@ def measure_memory(args: argparse.Namespace, setup: Setup, results: Results) -> 
         results.take("memory", f"grpo/default/{own}", lambda: memory.measure(setup, PROFILE, "default", own, "grpo"))
 
 
+def keyed(name: str, setup: Setup) -> str:
+    """Entries of both precisions stand beside each other."""
+    return name if setup.precision == "float32" else f"{name}/{setup.precision}"
+
+
 def measure_speed(args: argparse.Namespace, setup: Setup, results: Results) -> None:
     if "dpo" in args.trainers:
         for profile in args.profiles:
             for variant in args.variants:
-                results.take("speed", f"{profile}/{variant}", lambda p=profile, v=variant: speed.measure(setup, p, v))
+                key = keyed(f"{profile}/{variant}", setup)
+                results.take("speed", key, lambda p=profile, v=variant: speed.measure(setup, p, v))
     others = [kind for kind in args.trainers if kind != "dpo"]
     for kind in others:
         if not KINDS[kind].is_online:
-            results.take("trainers", kind, lambda k=kind: speed.measure(setup, PROFILE, "default", k))
+            results.take("trainers", keyed(kind, setup), lambda k=kind: speed.measure(setup, PROFILE, "default", k))
             continue
         for model in args.online_models:
             chosen = setup.tiny_online() if model == "tiny" else setup
-            results.take("online", f"{kind}/{model}", lambda k=kind, c=chosen: speed.measure(c, PROFILE, "default", k))
+            key = keyed(f"{kind}/{model}", setup)
+            results.take("online", key, lambda k=kind, c=chosen: speed.measure(c, PROFILE, "default", k))
 
 
 def main() -> int:

@@ -124,6 +124,7 @@ class Setup:
             "device": self.device,
             "precision": self.precision,
             "threads": self.threads,
+            "watched": None,  # of our side: False nobody looks on, True all observers do
             "extra": {},
             **changes,
         }

@@ -100,3 +100,24 @@ def preparation_figures(run: dict[str, Any]) -> dict[str, Any]:
     if {TRL, OURS} <= set(rates):
         figures["ratio"] = ratio(rates[OURS], rates[TRL])
     return figures
+
+
+def observer_figures(run: dict[str, Any]) -> dict[str, Any]:
+    """What observers cost: the step's time with them over that without, and the time in their hooks; generation apart.
+
+    `share` is that of the time of the watched steps less generation, `threads` the CPU time of background threads
+    beside it (they work while the step does).
+    """
+    bare, watched = run["sides"]["bare"], run["sides"]["watched"]
+    own = [step["wall"] - step["generation"] for step in watched]
+    hooks = {name: sum(step["hooks"][name] for step in watched) for name in watched[0]["hooks"]}
+    return {
+        "ratio": ratio(own, [step["wall"] for step in bare]),
+        "seconds": {"bare": spread([step["wall"] for step in bare]), "watched": spread(own)},
+        "hooks": {name: seconds / sum(own) for name, seconds in hooks.items()},
+        "share": sum(hooks.values()) / sum(own),
+        "threads": sum(step["threads"] for step in watched) / sum(own),
+        "generation": sum(step["generation"] for step in watched) / sum(own),
+        "begin": sum(run["begin"].values()),
+        "others_highest": max(step["others"] for step in [*bare, *watched]),
+    }

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from benchmarks.summary import OURS, TRL
 
 NAMES = {TRL: "TRL", OURS: "preftune"}
+PRECISIONS = {"float32": "fp32", "bfloat16": "bf16"}
 NOISY, ENOUGH_STEPS = 0.1, 10
 
 

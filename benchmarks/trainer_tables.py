@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.kinds import KINDS
 from benchmarks.summary import OURS, TRL
-from benchmarks.tables import ENOUGH_STEPS, NAMES, NOISY, figure_of_ratio, of_spread, table, verdict
+from benchmarks.tables import ENOUGH_STEPS, NAMES, NOISY, PRECISIONS, figure_of_ratio, of_spread, table, verdict
 from benchmarks.trainer_figures import figures
 
 SIDES = (TRL, OURS)
@@ -15,7 +15,8 @@ TIMES = ["TRL s", "preftune s", "ratio of medians", "median of step ratios"]
 
 def name_of(run: dict[str, Any]) -> str:
     kind = run["trainer"]
-    return {"sft-packed": "SFT, packed"}.get(kind, KINDS[kind].trainer)
+    name = "SFT, packed" if kind == "sft-packed" else KINDS[kind].trainer
+    return f"{name} ({PRECISIONS[run['precision']]})"
 
 
 def steps_of(run: dict[str, Any]) -> int:

@@ -66,6 +66,7 @@ class Gate(TrainerCallback):
         self.noted: CountingCollator | RolloutWatch | None = None
         self.positions: Positions | None = None
         self.logs: list[dict[str, Any]] = []
+        self.observers: Any = None  # a HookClock
         self._profiler: torch.profiler.profile | None = None
         self._clock = Clock(device)
 
@@ -85,6 +86,7 @@ class Gate(TrainerCallback):
             self._profiler = None
         assert self.noted is not None and self.positions is not None
         noted = {**self.noted.take(), **self.positions.take()}
+        noted |= {} if self.observers is None else self.observers.take()
         self._channel.send(**spent, **noted, parts=profiled, memory=memory())
         self._wait(control)
 
@@ -180,7 +182,14 @@ def train(channel: Channel, side: str, job: dict[str, Any]) -> None:
     )
     built = clock.read()
     gate.noted, gate.positions = observed(trainer, side, job, rollouts), Positions(trainer.model, rollouts)
-    channel.send(built=built, memory_before=before, memory=memory(), threads=torch.get_num_threads())
+    trackers: list[str] = []
+    if job["watched"] is not None:
+        from benchmarks import observers  # of preftune, which the other side does not have
+
+        observers.unwatch(trainer)
+        if job["watched"]:
+            gate.observers, trackers = observers.watch(trainer, dataset, Path(job["output"]))
+    channel.send(built=built, memory_before=before, memory=memory(), threads=torch.get_num_threads(), trackers=trackers)
     channel.receive()
     trainer.train()
     channel.send(logs=gate.logs, memory=memory())

@@ -18,6 +18,7 @@ from preftune.callbacks.generation import (
     Generate,
     as_sampling,
     check_generates,
+    complete_with_images,
     effective_config,
     generate_completions,
     pad_id,
@@ -25,11 +26,14 @@ from preftune.callbacks.generation import (
 )
 from preftune.callbacks.handler import RefModelCallbackHandler
 from preftune.callbacks.prompts import Prompt, check_has_prompts, read_prompts
+from preftune.data.image_texts import ImageEncoder
+from preftune.data.multimodal import is_multimodal, with_images
 from preftune.data.tree import build_tree
 from preftune.models.distributed import is_sharded
 from preftune.models.isolation import isolated
 from preftune.models.logprobs import token_scores
 from preftune.models.reference_base import LiveReference
+from preftune.rollouts.base import call_seed
 from preftune.rollouts.local import LocalBackend
 
 logger = logging.getLogger(__name__)
@@ -108,7 +112,7 @@ class PolicyAnswers:
     def prompts(self) -> list[Prompt]:
         if self._prompts is None:
             with isolated(tokenizer=self.tokenizer):
-                self._prompts = read_prompts(self._dataset, self.tokenizer, self._num_prompts)
+                self._prompts = read_prompts(self._dataset, self.tokenizer, self._num_prompts, self._images())
         return self._prompts
 
     def mine(self, dataset: str | None = None) -> list[Answer]:
@@ -117,7 +121,11 @@ class PolicyAnswers:
         Args:
             dataset: Of several sets, the one to answer the prompts of; None: all.
         """
-        prompts = [prompt for prompt in self.prompts if dataset is None or prompt.dataset == dataset]
+        try:
+            prompts = [prompt for prompt in self.prompts if dataset is None or prompt.dataset == dataset]
+        except Exception as error:  # noqa: BLE001  (as below)
+            self._warn_once(error)
+            return []
         share = -(-len(prompts) // self.trainer.args.world_size)
         own = range(len(prompts))[self.trainer.args.process_index * share :][:share]
         # a sharded model computes on all ranks together, so each of them does everything
@@ -138,7 +146,7 @@ class PolicyAnswers:
             return []
         policy = self._policy()
         with isolated(policy, self.tokenizer, seed=self.trainer.args.seed), torch.no_grad():
-            completions = self._complete(policy, [prompts[i].ids for i in asked], asked)
+            completions = self._complete(policy, [prompts[i] for i in asked], asked)
         if len(completions) != len(asked):
             raise ValueError(f"generate gave {len(completions)} completions for {len(asked)} prompts")
         texts = [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
@@ -156,10 +164,13 @@ class PolicyAnswers:
                 scored.append(Answer(answer.prompt, answer.ids, answer.text, logp, ref_logp, reward))
         return scored
 
-    def _complete(self, policy: Any, prompts: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
+    def _complete(self, policy: Any, asked: Sequence[Prompt], numbers: Sequence[int]) -> list[list[int]]:
         config = self.effective_generation_config()
+        prompts = [prompt.ids for prompt in asked]
         if self._generate is not None:
             return self._generate(policy, self.tokenizer, prompts, config)
+        if any(prompt.images for prompt in asked):
+            return [self._look(policy, prompt, number, config) for prompt, number in zip(asked, numbers)]
         sampling = as_sampling(config, self.trainer.args.seed)
         if sampling is None or is_sharded(policy.parameters()):
             size = self.trainer.args.per_device_eval_batch_size
@@ -168,16 +179,27 @@ class PolicyAnswers:
         rollouts = backend.generate(prompts, 1, sampling, stream=[(_STREAM, number) for number in numbers])
         return [list(ids) for ids in rollouts.completion_ids]
 
+    def _look(self, policy: Any, prompt: Prompt, number: int, config: GenerationConfig) -> list[int]:
+        """A completion of a prompt with images: backends draw from ids alone."""
+        torch.manual_seed(call_seed(self.trainer.args.seed, [(_STREAM, number)]))
+        return complete_with_images(policy, self.trainer.processing_class, prompt.ids, prompt.images, config)
+
     def _logps(self, policy: Any, batch: Sequence[Answer], reference: LiveReference) -> list[list[float]]:
         """`[log p_policy, log p_ref]` of each answer."""
         if not any(answer.ids for answer in batch):
             return [[0.0, 0.0] for _ in batch]
         tree = build_tree([answer.prompt.ids for answer in batch], [[answer.ids or []] for answer in batch])
-        tree = tree.to(self.trainer.args.device)
+        shown = [{"images": list(answer.prompt.images)} for answer in batch]
+        tree = with_images(tree, shown, self.trainer.processing_class).to(self.trainer.args.device)
         with isolated(policy), torch.no_grad(), self.trainer.accelerator.autocast():
             scores = token_scores(self._wrapped, tree, layout="padded")
             known = reference.token_scores(self._wrapped, tree, layout="padded")
         return torch.stack([scores.branch_logps, known.branch_logps], dim=1).tolist()
+
+    def _images(self) -> ImageEncoder | None:
+        """What reads the images of rows, where the model sees them."""
+        processor = self.trainer.processing_class
+        return ImageEncoder(processor) if is_multimodal(processor) else None
 
     def _reference(self) -> LiveReference | None:
         handler = self.trainer.callback_handler

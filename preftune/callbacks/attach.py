@@ -12,7 +12,8 @@ from transformers import TrainerCallback
 
 from preftune.callbacks.bema import BEMACallback
 from preftune.callbacks.handler import moves_reference
-from preftune.callbacks.sync_ref import SyncRefModelCallback
+from preftune.callbacks.sync_ref import SyncRefModelCallback, SyncTeacherModelCallback
+from preftune.configs.distillation import DistillationConfig
 from preftune.configs.reference import ReferenceConfig
 from preftune.errors import ConfigError
 from preftune.models.reference import MovableReference, ReferenceModel
@@ -25,7 +26,7 @@ _REMEDY = {
 
 
 def reference_callbacks(
-    args: ReferenceConfig, reference: ReferenceModel | None, callbacks: Iterable[Any] = ()
+    args: ReferenceConfig | DistillationConfig, reference: ReferenceModel | None, callbacks: Iterable[Any] = ()
 ) -> list[TrainerCallback]:
     """The callbacks that move the reference as `args` ask; an empty list where it stays.
 
@@ -51,12 +52,16 @@ def reference_callbacks(
             f"{asked[0]} moves the reference model, but a reference of the form {form!r} cannot move. {remedy}, or "
             f"leave {asked[0].split('=')[0]} out."
         )
+    if isinstance(args, DistillationConfig):
+        return [SyncTeacherModelCallback(reference)] if args.moving_reference is not None else []
     if args.sync_ref_model:
         return [SyncRefModelCallback(reference)]
     return [_bema(args)] if args.bema_ref_model else []
 
 
-def _asked(args: ReferenceConfig) -> dict[str, bool]:
+def _asked(args: ReferenceConfig | DistillationConfig) -> dict[str, bool]:
+    if isinstance(args, DistillationConfig):
+        return {"teacher_model_kind='ema'": args.moving_reference is not None}
     return {"sync_ref_model=True": args.sync_ref_model, "bema_ref_model=True": args.bema_ref_model}
 
 

@@ -30,8 +30,9 @@ SCORES = ("logp", "ref_logp", "implicit_reward")
 class LogCompletionsCallback(TrainerCallback):
     """Every `freq` steps, generates for the prompts and adds rows to the table `completions`.
 
-    Columns: step, prompt, completion, dataset (of a dict of sets), and for a trainer with a reference the
-    log-probability of the completion under policy and reference and the implicit reward beta (logp - ref_logp).
+    Columns: step, prompt, completion, images (of prompts that have some), dataset (of a dict of sets), and for a
+    trainer with a reference the log-probability of the completion under policy and reference and the implicit reward
+    beta (logp - ref_logp).
 
     The table goes to `{output_dir}/logs/tables/completions.jsonl` and to the trackers of the run (`docs/callbacks.md`).
     Sampling is seeded the same way each time, so completions change only with the policy. Prompts are split over ranks.
@@ -109,6 +110,8 @@ class LogCompletionsCallback(TrainerCallback):
 
 def row_of(answer: Answer, step: int) -> dict[str, Any]:
     row: dict[str, Any] = {"step": step, "prompt": answer.prompt.text, "completion": answer.text}
+    if answer.prompt.images:
+        row["images"] = list(answer.prompt.images)
     if answer.prompt.dataset is not None:
         row["dataset"] = answer.prompt.dataset
     scores = {name: vars(answer)[name] for name in SCORES}

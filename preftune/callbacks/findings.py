@@ -30,7 +30,6 @@ FAR_KL = 1.0  # nats a token
 CLIPPED = 0.3  # of tokens
 ENTROPY_SHARE, ENTROPY_FLOOR = 0.1, 0.05  # of where it began, which was above the floor (nats a token)
 CORRELATION, LENGTH_RISE = 0.8, 0.2
-CUT_ROWS, DROPPED_ROWS, LONGER_CHOSEN = 0.1, 0.2, 1.3
 
 
 @dataclass(frozen=True)
@@ -96,45 +95,6 @@ def scan(history: Sequence[Entry]) -> list[Finding]:
 def is_training(entry: Entry) -> bool:
     """Whether it is a log of training, and neither of evaluation nor the summary at the end."""
     return "loss" in entry and "step" in entry
-
-
-def data_findings(reports: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """What the data reports of a run (`DataReport.to_dict`, by split) say before any step."""
-    found = []
-    for split, report in reports.items():
-        read, kept = report.get("rows_in", 0), report.get("rows_out", 0)
-        cut = report.get("cut", {}).get("count", 0)
-        if read and (read - kept) / read > DROPPED_ROWS:
-            reasons = ", ".join(f"{n.replace('_', ' ')}: {d['count']:,}" for n, d in report.get("dropped", {}).items())
-            found.append(
-                Finding(
-                    "rows_dropped",
-                    "Many rows are not used",
-                    f"Of {read:,} rows of {split!r}, {read - kept:,} were dropped ({reasons or 'no reason given'}).",
-                    "Look at the rows named in the data report; raise max_length where they were too long.",
-                )
-            )
-        if kept and cut / kept > CUT_ROWS:
-            found.append(
-                Finding(
-                    "rows_cut",
-                    "Many rows are cut",
-                    f"{cut:,} of {kept:,} rows of {split!r} lost tokens to max_length ({cut / kept:.0%}).",
-                    "Raise max_length, or leave long rows out, so that answers are learned with their ends.",
-                )
-            )
-        middle = [report.get("lengths", {}).get(f"{side}_ids", {}).get("p50") for side in ("chosen", "rejected")]
-        if all(middle) and middle[0] > LONGER_CHOSEN * middle[1]:
-            found.append(
-                Finding(
-                    "chosen_longer",
-                    "Chosen answers are much longer",
-                    f"In {split!r} the median chosen answer has {middle[0]} tokens, the rejected one {middle[1]}.",
-                    "The policy may learn to be long rather than good: balance lengths, or use ld_alpha or a loss that "
-                    "averages over tokens (ipo, sigmoid_norm).",
-                )
-            )
-    return found
 
 
 # The checks: each takes logs of training, oldest first, at least one, and judges the last of them.

@@ -43,10 +43,12 @@ def clean(text: str, *, max_length: int = 60, ascii_only: bool = False) -> str:
 def plain(value: Any) -> Any:
     """A copy made of None, bool, int, float, str, list and dict: tensors of one element become numbers.
 
-    Arrays of more than `LARGEST_LISTED_ARRAY` elements, and unknown objects, become a short description.
+    Arrays of more than `LARGEST_LISTED_ARRAY` elements, images and unknown objects become a short description.
     """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if is_image(value):
+        return f"[image {value.width}x{value.height}]"
     if isinstance(value, (np.ndarray, np.generic)) or _is_tensor(value):
         return _plain_array(value)
     if isinstance(value, Mapping):
@@ -57,6 +59,12 @@ def plain(value: Any) -> Any:
         return repr(value)
     except Exception as error:  # noqa: BLE001  (a broken __repr__ of a user's object must not stop a run)
         return f"<{type(value).__name__}: {type(error).__name__} in repr>"
+
+
+def is_image(value: Any) -> bool:
+    """Whether it is an image of PIL, which is not loaded for that: where nobody has, there is none."""
+    library = sys.modules.get("PIL.Image")
+    return library is not None and isinstance(value, library.Image)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from preftune.data.multimodal import with_images
+from preftune.data.tree import build_tree
 from preftune.errors import ConfigError
 from preftune.models import structure
 from preftune.models.adapters import peft_model
@@ -96,7 +98,7 @@ def generate_completions(
     *,
     batch_size: int,
 ) -> list[list[int]]:
-    """Completions by `model.generate`, in the order of the prompts, each cut after its first end token."""
+    """Completions of texts by `model.generate`, in the order of the prompts, each cut after its first end token."""
     ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
     device = next(model.parameters()).device
     padding = pad_id(tokenizer)
@@ -109,6 +111,22 @@ def generate_completions(
         output = model.generate(input_ids=input_ids, attention_mask=mask, generation_config=config)
         completions += [_until_end(row, ends) for row in output[:, width:].tolist()]
     return completions
+
+
+def complete_with_images(
+    model: Any, processor: Any, prompt: Sequence[int], images: Sequence[Any], config: GenerationConfig
+) -> list[int]:
+    """A completion of one prompt by `model.generate`, which is shown its images."""
+    tree = with_images(build_tree([list(prompt)], [[[]]]), [{"images": list(images)}], processor)
+    device = next(model.parameters()).device
+    given: dict[str, Any] = {}
+    if tree.images is not None:
+        given = {**tree.images.prompts[0], **{name: values[None] for name, values in tree.images.tokens.items()}}
+    ids = tree.input_ids[None].to(device)
+    shown = {name: value.to(device) for name, value in given.items()}
+    output = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=config, **shown)
+    ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+    return _until_end(output[0, ids.shape[1] :].tolist(), ends)
 
 
 def _until_end(ids: list[int], ends: Sequence[int | None]) -> list[int]:

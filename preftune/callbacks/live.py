@@ -75,6 +75,8 @@ class LiveDisplay:
         try:
             for proxy in self._proxies:
                 proxy.flush()  # the start of a line that nobody has ended yet
+            if self._live.console.is_jupyter:
+                self._live.refresh()  # rich does not draw a last time there, and the end of the run would be missing
             self._live.stop()
         finally:
             self._restore_streams()

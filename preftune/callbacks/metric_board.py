@@ -11,25 +11,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.measure import Measurement
 from rich.segment import Segment
-from rich.table import Table
 from rich.text import Text
 
 from preftune.callbacks.formatting import as_number, clean, format_value, sparkline
+from preftune.callbacks.metric_names import is_clock
 
 GENERAL, TIMING, NOTES = "general", "timing", "notes"
 HISTORY = 7
 GUTTER = 3
-_TIMES = (
-    "runtime",
-    "samples_per_second",
-    "steps_per_second",
-    "seconds_per_sample",
-    "preparation_time",
-    "compilation_time",
-    "round_time",
-)
+FRAME = 9
+"""Lines that the rest of the panel takes at most, with one left for what is printed above it."""
 LONGEST_NAME = 36
 
 
@@ -51,15 +43,17 @@ class Metric:
 @dataclass(frozen=True)
 class MetricBoard:
     metrics: Mapping[str, Metric] = field(default_factory=dict)
-    _drawn: dict[tuple[int, bool], list[list[Segment]]] = field(default_factory=dict, compare=False, repr=False)
+    _drawn: dict[Any, list[list[Segment]]] = field(default_factory=dict, compare=False, repr=False)
 
     def with_logs(self, logs: Mapping[str, Any]) -> MetricBoard:
         """The board after one more log; `eval_x` lands beside `x`."""
         metrics = dict(self.metrics)
         for key, value in logs.items():
             name = key.removeprefix("eval_")
+            is_eval = name != key
+            name = name.removeprefix("train_") if is_clock(name) else name
             old = metrics.get(name, Metric())
-            if name != key:
+            if is_eval:
                 metrics[name] = replace(old, eval=value, in_eval=True)
                 continue
             number = as_number(value)
@@ -75,41 +69,55 @@ class MetricBoard:
             group, slash, rest = name.partition("/")
             if not metric.is_numeric:
                 late[NOTES][name] = metric
-            elif name.endswith(_TIMES):
+            elif is_clock(name):
                 late[TIMING][rest or name] = metric
             else:
                 groups.setdefault(group if slash else GENERAL, {})[rest if slash else name] = metric
         return {group: members for group, members in {**groups, **late}.items() if members}
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        key = (options.max_width, options.ascii_only)
+        # a live panel that is higher than the terminal loses its lower end
+        room = console.height - FRAME if console.is_terminal and not console.is_jupyter else None
+        key = (options.max_width, room, options.ascii_only)
         if key not in self._drawn:
-            self._drawn[key] = console.render_lines(self._layout(console, options), options.update(height=None))
+            lines = self._layout(options, room)
+            self._drawn[key] = console.render_lines(Group(*lines), options.update(height=None))
         for line in self._drawn[key]:
             yield from line
             yield Segment.line()
 
-    def _layout(self, console: Console, options: ConsoleOptions) -> Group:
+    def _layout(self, options: ConsoleOptions, room: int | None) -> list[Text]:
+        """The first that fits, the last where none does: all, without times, without the little curves, neither."""
         groups = self.groups()
-        notes = groups.pop(NOTES, {})
-        tables = [_table(name, members, options.ascii_only) for name, members in groups.items()]
-        parts = [_side_by_side(tables, console, options)] if tables else []
-        return Group(*parts, *(_note(name, metric, options) for name, metric in notes.items()))
+        notes = [_note(name, metric, options) for name, metric in groups.pop(NOTES, {}).items()]
+        lines: list[Text] = []
+        for curves, left_out in ((True, ""), (True, TIMING), (False, ""), (False, TIMING)):
+            blocks = [
+                _block(name, members, options.ascii_only, curves=curves and not options.ascii_only)
+                for name, members in groups.items()
+                if name != left_out or len(groups) == 1
+            ]
+            lines = _side_by_side(blocks, options.max_width)
+            is_low = room is None or len(lines) + len(notes) <= room
+            if is_low and all(line.cell_len <= options.max_width for line in lines):
+                break
+        return [*lines, *notes]
 
 
-def _side_by_side(tables: list[Table], console: Console, options: ConsoleOptions) -> Table:
-    """As many columns as fit; each table goes under the shortest column so far."""
-    widths = [Measurement.get(console, options, table).maximum for table in tables]
-    for count in range(len(tables), 0, -1):
-        columns = _deal([table.row_count for table in tables], count)
-        total = sum(max(widths[i] for i in column) for column in columns) + GUTTER * (count - 1)
-        if total <= options.max_width or count == 1:
+def _side_by_side(blocks: list[list[Text]], width: int) -> list[Text]:
+    """As many columns as fit; each block goes under the shortest column so far."""
+    widths = [max(line.cell_len for line in block) for block in blocks]
+    columns: list[list[int]] = []
+    for count in range(len(blocks), 0, -1):
+        columns = _deal([len(block) - 1 for block in blocks], count)
+        if sum(max(widths[i] for i in column) for column in columns) + GUTTER * (count - 1) <= width:
             break
-    grid = Table.grid(padding=(0, GUTTER, 0, 0), pad_edge=False)
-    for _ in columns:
-        grid.add_column()
-    grid.add_row(*(Group(*_with_gaps([tables[i] for i in column])) for column in columns))
-    return grid
+    stacks = [_with_gaps([blocks[i] for i in column]) for column in columns]
+    sizes = [max(widths[i] for i in column) for column in columns]
+    return [
+        _joined([stack[row] if row < len(stack) else Text() for stack in stacks], sizes, GUTTER)
+        for row in range(max(map(len, stacks), default=0))
+    ]
 
 
 def _deal(heights: list[int], count: int) -> list[list[int]]:
@@ -122,31 +130,42 @@ def _deal(heights: list[int], count: int) -> list[list[int]]:
     return columns
 
 
-def _with_gaps(tables: list[Table]) -> list[Table | Text]:
-    stacked: list[Table | Text] = []
-    for table in tables:
-        stacked += [Text(), table] if stacked else [table]
+def _with_gaps(blocks: list[list[Text]]) -> list[Text]:
+    stacked: list[Text] = []
+    for block in blocks:
+        stacked += [Text(), *block] if stacked else block
     return stacked
 
 
-def _table(group: str, members: Mapping[str, Metric], ascii_only: bool) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, pad_edge=False, header_style="")
+def _joined(cells: list[Text], widths: list[int], gap: int, right: tuple[bool, ...] = ()) -> Text:
+    """One line of cells, each padded to its width; `right` says which stand at the right of theirs."""
+    line = Text(no_wrap=True, overflow="ellipsis")
+    for number, (cell, width) in enumerate(zip(cells, widths, strict=True)):
+        pad = " " * (width - cell.cell_len)
+        before, after = (pad, "") if right and right[number] else ("", pad)
+        last = number == len(cells) - 1
+        line.append(before).append_text(cell).append("" if last else after + " " * gap)
+    return line
+
+
+def _block(group: str, members: Mapping[str, Metric], ascii_only: bool, *, curves: bool) -> list[Text]:
+    """The lines of a group: its name over those of its metrics, the values beside."""
     with_train, with_eval = (any(getattr(m, f) for m in members.values()) for f in ("in_train", "in_eval"))
-    with_spark = not ascii_only and any(len(m.history) > 1 for m in members.values())
-    table.add_column(Text(clean(group, max_length=24, ascii_only=ascii_only), style="bold cyan"), no_wrap=True)
-    if with_train:
-        table.add_column(Text("train" if with_eval else "", style="dim"), justify="right", no_wrap=True)
-    if with_spark:
-        table.add_column("", style="blue", no_wrap=True)
-    if with_eval:
-        table.add_column(Text("eval", style="dim"), justify="right", no_wrap=True)
+    with_curves = curves and any(len(m.history) > 1 for m in members.values())
+    head = [Text(clean(group, max_length=24, ascii_only=ascii_only), style="bold cyan")]
+    head += [Text("train" if with_eval else "", style="dim")] if with_train else []
+    head += [Text()] if with_curves else []
+    head += [Text("eval", style="dim")] if with_eval else []
+    rows = [head]
     for name, metric in members.items():
-        cells = [Text(clean(name, max_length=LONGEST_NAME, ascii_only=ascii_only))]
-        cells += [_cell(metric.train, metric.in_train)] if with_train else []
-        cells += [Text(sparkline(metric.history))] if with_spark else []
-        cells += [_cell(metric.eval, metric.in_eval)] if with_eval else []
-        table.add_row(*cells)
-    return table
+        row = [Text(clean(name, max_length=LONGEST_NAME, ascii_only=ascii_only))]
+        row += [_cell(metric.train, metric.in_train)] if with_train else []
+        row += [Text(sparkline(metric.history), style="blue")] if with_curves else []
+        row += [_cell(metric.eval, metric.in_eval)] if with_eval else []
+        rows.append(row)
+    widths = [max(cell.cell_len for cell in column) for column in zip(*rows, strict=True)]
+    right = (False, *([True] * with_train), *([False] * with_curves), *([True] * with_eval))
+    return [_joined(row, widths, 1, right) for row in rows]
 
 
 def _cell(value: Any, present: bool) -> Text:

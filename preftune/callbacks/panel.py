@@ -19,17 +19,13 @@ from rich.text import Text
 
 from preftune.callbacks.formatting import clean, format_count, format_duration, format_value
 from preftune.callbacks.metric_board import MetricBoard
-
-DRIFT = "reference/drift"
-MOVES = "reference/moves"
-LAST_MOVE = "reference/last_move_step"
-SHOWN_ELSEWHERE = frozenset({"epoch", "step", "num_tokens", "total_flos", DRIFT, MOVES, LAST_MOVE})
+from preftune.callbacks.metric_names import DRIFT, FACTS
 
 
 def belongs_on_board(key: str) -> bool:
     """Whether a log value is a metric of the board, and not one of the facts above it; `eval_num_tokens` is none."""
     name = key.removeprefix("eval_")
-    return name not in SHOWN_ELSEWHERE and not (name != key and name.endswith("_num_tokens"))
+    return name not in FACTS and name != DRIFT and not (name != key and name.endswith("_num_tokens"))
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,7 @@ class RunView:
     `steps_at_start` is where this process began (more than 0 after a resume): speed and time left count from there.
     """
 
-    title: str = "preftune"
+    about: tuple[str, ...] = ()  # stands after the product's name
     subtitle: str = ""
     train: Bar | None = None
     evaluation: Bar | None = None
@@ -86,7 +82,7 @@ def render(view: RunView, *, ascii_only: bool = False) -> RenderableType:
     parts += [Text(), view.board] if view.board.metrics else []
     return Panel(
         Group(*parts),
-        title=Text(clean(view.title, ascii_only=ascii_only), style="bold cyan"),
+        title=_title(view, ascii_only),
         title_align="left",
         subtitle=Text(clean(view.subtitle, ascii_only=ascii_only), style="dim") if view.subtitle else None,
         subtitle_align="right",
@@ -94,6 +90,14 @@ def render(view: RunView, *, ascii_only: bool = False) -> RenderableType:
         box=box.ASCII if ascii_only else box.ROUNDED,
         padding=(0, 1),
     )
+
+
+def _title(view: RunView, ascii_only: bool) -> Text:
+    title = Text("preftune", style="bold cyan")
+    for part in view.about:
+        title.append(" | " if ascii_only else " · ", style="dim")
+        title.append(clean(part, ascii_only=ascii_only), style="not bold default")
+    return title
 
 
 def plain_line(view: RunView, logs: Mapping[str, Any], *, ascii_only: bool = False) -> str:
@@ -107,8 +111,10 @@ def plain_line(view: RunView, logs: Mapping[str, Any], *, ascii_only: bool = Fal
     parts += [
         f"{clean(key, ascii_only=ascii_only)} {format_value(value, ascii_only=ascii_only)}"
         for key, value in logs.items()
-        if key not in ("epoch", "step", "total_flos")
+        if key not in ("epoch", "step", "total_flos") and not key.endswith("num_tokens")
     ]
+    if view.num_tokens is not None and "num_tokens" in logs:
+        parts.append(f"{format_count(view.num_tokens)} tokens")
     if view.tokens_per_second is not None:
         parts.append(f"{format_count(view.tokens_per_second)} tokens/s")
     if view.seconds_left is not None:
@@ -160,7 +166,7 @@ def _facts(view: RunView, ascii_only: bool) -> Text | None:
     if pace:
         facts.append((f"{pace:.3g}", " s/step") if pace >= 1 else (f"{1 / pace:.3g}", " steps/s"))
     if view.num_tokens:
-        facts.append((format_count(view.num_tokens), " tokens seen"))
+        facts.append((format_count(view.num_tokens), " tokens"))
     if view.memory:
         facts.append((view.memory, ""))
     return _joined([Text.assemble((number, "bold"), (unit, "dim")) for number, unit in facts], ascii_only)
@@ -172,11 +178,17 @@ def _reference(view: RunView, ascii_only: bool) -> Text | None:
     if view.drift is not None:
         facts.append(Text.assemble("drift ", (f"{view.drift:.4g}", "bold")))
     if view.moves is not None:
-        facts.append(Text.assemble("synced ", (f"{view.moves:.0f}", "bold"), " times"))
+        facts.append(_synced(view.moves))
     if view.last_move is not None:
         facts.append(Text.assemble("last sync at step ", (f"{view.last_move:.0f}", "bold")))
     line = _joined(facts, ascii_only)
     return line and Text.assemble(("reference  ", "yellow"), line)
+
+
+def _synced(moves: float) -> Text:
+    if moves <= 1:
+        return Text("synced once" if moves == 1 else "not synced yet")
+    return Text.assemble("synced ", (f"{moves:.0f}", "bold"), " times")
 
 
 def _joined(facts: list[Text], ascii_only: bool) -> Text | None:

@@ -9,6 +9,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -16,14 +17,18 @@ import torch
 from rich.console import Console, RenderableType
 from rich.errors import LiveError
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import has_length
 
 from preftune.callbacks.formatting import as_number, format_count
 from preftune.callbacks.live import LiveDisplay, can_animate
-from preftune.callbacks.panel import DRIFT, LAST_MOVE, MOVES, Bar, RunView, belongs_on_board, plain_line, render
+from preftune.callbacks.metric_names import DRIFT, LAST_MOVE, MOVES
+from preftune.callbacks.panel import Bar, RunView, belongs_on_board, plain_line, render
 from preftune.callbacks.throughput import Throughput
+from preftune.models.adapters import peft_model
+from preftune.models.load import model_name
+from preftune.models.structure import unwrap
 
 
 class RichProgressCallback(TrainerCallback):
@@ -70,7 +75,7 @@ class RichProgressCallback(TrainerCallback):
         tokens = _tokens_logged(state)
         self._throughput = Throughput(time.monotonic(), tokens)
         self._view = RunView(
-            title=_title(args),
+            about=_about(args, kwargs.get("model")),
             subtitle=args.output_dir or "",
             train=Bar(state.global_step, state.max_steps if state.max_steps > 0 else None),
             steps_at_start=state.global_step,
@@ -98,7 +103,7 @@ class RichProgressCallback(TrainerCallback):
         if bar is None:
             self._throughput.pause(time.monotonic())
             if not self._training:
-                self._view = RunView(title=_title(args), subtitle=args.output_dir or "")
+                self._view = RunView(about=_about(args, kwargs.get("model")), subtitle=args.output_dir or "")
             bar = Bar(0, len(eval_dataloader) if eval_dataloader is not None and has_length(eval_dataloader) else None)
         self._view = dataclasses.replace(self._view, evaluation=dataclasses.replace(bar, done=bar.done + 1))
         if self._display is None:
@@ -223,8 +228,20 @@ def _handler_calling(callback: TrainerCallback) -> CallbackHandler | None:
     return None
 
 
-def _title(args: TrainingArguments) -> str:
-    return f"preftune  {args.run_name}" if args.run_name and args.run_name != args.output_dir else "preftune"
+def _about(args: TrainingArguments, model: Any) -> tuple[str, ...]:
+    """What is trained by which method, and the name of the run where it has one of its own."""
+    method = type(args).__name__.removesuffix("Config").removesuffix("TrainingArguments")
+    run = args.run_name if args.run_name != args.output_dir else None
+    return tuple(part for part in (method, _model_name(model), run) if part)
+
+
+def _model_name(model: Any) -> str:
+    """The last part of the name that it was loaded by; the class of one that has none."""
+    if not isinstance(model, torch.nn.Module):
+        return ""
+    peft = peft_model(model)
+    inner = unwrap(model) if peft is None else peft.get_base_model()
+    return Path(model_name(inner)).name if isinstance(inner, PreTrainedModel) else type(inner).__name__
 
 
 def _tokens_logged(state: TrainerState) -> float | None:
@@ -236,7 +253,13 @@ def _tokens_logged(state: TrainerState) -> float | None:
 
 
 def _memory() -> str:
-    text = f"{format_count(psutil.Process().memory_info().rss)}B RAM"
+    text = f"{_bytes(psutil.Process().memory_info().rss)} RAM"
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        text += f", {format_count(torch.cuda.max_memory_allocated())}B GPU peak"
+        text += f", {_bytes(torch.cuda.max_memory_allocated())} GPU peak"
     return text
+
+
+def _bytes(count: int) -> str:
+    """`2.71 GB`."""
+    text = format_count(count)
+    return f"{text[:-1]} {text[-1]}B" if text[-1].isalpha() else f"{text} B"

@@ -18,9 +18,11 @@ from accelerate.utils import gather_object
 from rich.console import Console
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from preftune.callbacks.formatting import is_image
 from preftune.callbacks.jsonl_log import FLUSH_TIMEOUT
 from preftune.callbacks.round_table import print_completions
 from preftune.callbacks.trackers.base import TrackerQueue
+from preftune.callbacks.trackers.cells import is_messages
 from preftune.callbacks.trackers.choose import default_trackers
 from preftune.callbacks.trackers.parquet import ParquetTracker
 
@@ -91,7 +93,7 @@ def show_completions(trainer: Trainer, split: Split, scored: Any, groups: Iterab
         [scored.prompts[i] for i in kept],
         [scored.completions[i] for i in kept],
         {name: table.values[kept, k].tolist() for k, name in enumerate(table.names)},
-        [advantages[i] for i in kept],
+        [advantages[i] if table.names else math.nan for i in kept],  # without rewards nothing was compared
         {name: [values[i] for i in kept] for name, values in table.columns.items()},
     )
     for observer in observers:
@@ -121,6 +123,7 @@ class RoundCompletionsCallback(CompletionsObserver):
         options = vars(trainer.args)
         self._rows_to_print: int | None = options["num_completions_to_print"]
         self._unique_prompts: bool = options["log_unique_prompts"]
+        self._with_images: bool = options["log_multimodal"]
         self._given = None if trackers is None else list(trackers)
         folder = Path(trainer.args.output_dir or ".") / "completions"
         self._files = TrackerQueue(ParquetTracker(folder, options.get("log_completions_hub_repo")))
@@ -196,6 +199,8 @@ class RoundCompletionsCallback(CompletionsObserver):
         rows = [row for batches in zip_longest(*ranks, fillvalue=[]) for batch in batches for row in batch]
         if not state.is_world_process_zero or not rows:
             return
+        if self._with_images:
+            rows = images_beside(rows)
         columns = list(dict.fromkeys(column for row in rows for column in row if column != "advantage"))
         step = state.global_step
         rows = [
@@ -235,6 +240,21 @@ def one_per_prompt(rows: Iterable[Row]) -> list[Row]:
     for row in rows:
         seen.setdefault(json.dumps(row["prompt"], default=str), row)
     return list(seen.values())
+
+
+def images_beside(rows: Iterable[Row]) -> list[Row]:
+    """The rows with a column `images` of those in their prompts' messages, where a prompt has any."""
+    shown = [(row, _images_of(row["prompt"])) for row in rows]
+    if not any(images for _, images in shown):
+        return [row for row, _ in shown]
+    return [{"prompt": row["prompt"], "completion": row["completion"], "images": found} | row for row, found in shown]
+
+
+def _images_of(prompt: Any) -> list[Any]:
+    if not is_messages(prompt):
+        return []
+    blocks = [block for message in prompt if isinstance(message.get("content"), list) for block in message["content"]]
+    return [block["image"] for block in blocks if isinstance(block, Mapping) and is_image(block.get("image"))]
 
 
 def _number(value: float) -> float | None:

@@ -5,7 +5,7 @@ ref <- alpha * policy + (1 - alpha) * ref. Works with full models and with adapt
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -27,6 +27,9 @@ class SyncRefModelCallback(ReferenceMover):
     Raises:
         ReferenceError: a reference that cannot move.
     """
+
+    alpha_option: ClassVar[str] = "ref_model_mixup_alpha"
+    steps_option: ClassVar[str] = "ref_model_sync_steps"
 
     def __init__(
         self,
@@ -69,13 +72,20 @@ class SyncRefModelCallback(ReferenceMover):
 
     def _options(self, args: Any) -> tuple[float, int]:
         try:
-            alpha = args.ref_model_mixup_alpha if self.mixup_alpha is None else self.mixup_alpha
-            steps = args.ref_model_sync_steps if self.sync_steps is None else self.sync_steps
+            alpha = getattr(args, self.alpha_option) if self.mixup_alpha is None else self.mixup_alpha
+            steps = getattr(args, self.steps_option) if self.sync_steps is None else self.sync_steps
         except AttributeError as error:
             raise ConfigError(
-                f"{type(args).__name__} has no ref_model_mixup_alpha and ref_model_sync_steps. Give them to the "
-                "callback: SyncRefModelCallback(ref_model, accelerator, mixup_alpha=0.6, sync_steps=512)."
+                f"{type(args).__name__} has no {self.alpha_option} and {self.steps_option}. Give them to the callback: "
+                f"{type(self).__name__}(ref_model, accelerator, mixup_alpha=0.6, sync_steps=512)."
             ) from error
         if not 0.0 <= alpha <= 1.0 or steps < 1:
             raise ConfigError(f"alpha is {alpha} and steps is {steps}; wanted a share in [0, 1] and at least 1 step.")
         return alpha, steps
+
+
+class SyncTeacherModelCallback(SyncRefModelCallback):
+    """The same for the teacher of SDFT and SDPO, with the options `teacher_update_rate` and `teacher_sync_steps`."""
+
+    alpha_option = "teacher_update_rate"
+    steps_option = "teacher_sync_steps"

@@ -92,6 +92,21 @@ _COMMANDS = (
         required=("prompt",),
     ),
     Command(
+        "sdft",
+        "Learning to answer without a context as the model itself answers with it.",
+        config="preftune.configs.sdft:SDFTConfig",
+        trainer="preftune.trainers.sdft:SDFTTrainer",
+        required=("prompt", "privileged_context"),
+    ),
+    Command(
+        "sdpo",
+        "Learning from rewards, where failed attempts learn from what the model says once shown a successful one.",
+        config="preftune.configs.sdpo:SDPOConfig",
+        trainer="preftune.trainers.sdpo:SDPOTrainer",
+        rewards=True,
+        required=("prompt",),
+    ),
+    Command(
         "report",
         "Write one HTML page about runs: curves, findings, completions, config and data.",
         run="preftune.cli.report.command:main",

@@ -12,18 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from preftune.callbacks.metric_names import is_clock
 from preftune.cli.report.runs import Run, read_run
 
 SAME, DIFFERENT = 0, 1
-_CLOCKS = (
-    "wall_time",
-    "round_time",
-    "seconds_per_sample",
-    "runtime",
-    "per_second",
-    "preparation_time",
-    "compilation_time",
-)
 _PASSING = ("finished", "seconds", "started", "resumed", "output_dir", "logging_dir", "run_name", "callbacks")
 _PARTS = ("trainer", "model", "parameters", "max_steps", "config", "seeds", "decisions", "environment", "data")
 
@@ -44,7 +36,7 @@ class Difference:
 
 
 def main(words: list[str]) -> int:
-    """The command: `preftune compare A B [--tolerance T]`; 0 where the logs agree, else 1."""
+    """The command: `preftune compare A B [--tolerance T]`; 0 where there are logs and they agree, else 1."""
     parser = argparse.ArgumentParser(prog="preftune compare", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("a", type=Path, help="output folder of a run")
     parser.add_argument("b", type=Path, help="output folder of another run")
@@ -53,10 +45,12 @@ def main(words: list[str]) -> int:
     )
     options = parser.parse_args(words)
     a, b = read_run(options.a), read_run(options.b)
-    first = first_difference(a.entries, b.entries, options.tolerance)
+    of_a = _without(a.entries, logged_alone(a.entries, b.entries))
+    of_b = _without(b.entries, logged_alone(b.entries, a.entries))
+    first = first_difference(of_a, of_b, options.tolerance) or first_difference(a.entries, b.entries, options.tolerance)
     for line in described(a, b, first, options.tolerance):
         print(line)
-    return DIFFERENT if first else SAME
+    return SAME if a.entries and b.entries and not first else DIFFERENT
 
 
 def first_difference(
@@ -84,9 +78,21 @@ def first_difference(
     return []
 
 
+def logged_alone(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Metrics that `a` logs and `b` never does: they say what a run was, not where it went another way."""
+    of_b = {name for entry in b for name in entry}
+    of_a = dict.fromkeys(name for entry in a for name in entry)
+    return [name for name in of_a if name not in of_b and not is_passing(name)]
+
+
+def _without(entries: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
+    dropped = set(names) - {"step"}
+    return [{name: value for name, value in entry.items() if name not in dropped} for entry in entries]
+
+
 def is_passing(name: str) -> bool:
     """Whether a logged value depends on clocks, or sums up a run that may have been longer than the other."""
-    return name.endswith(_CLOCKS) or name.startswith("train_") or name == "total_flos"
+    return is_clock(name) or name.startswith("train_") or name == "total_flos"
 
 
 def manifest_differences(a: Run, b: Run) -> Iterator[Difference]:
@@ -94,7 +100,8 @@ def manifest_differences(a: Run, b: Run) -> Iterator[Difference]:
     for part in _PARTS:
         ours, theirs = (dict(_leaves((run.manifest or {}).get(part), part)) for run in (a, b))
         for name in dict.fromkeys([*ours, *theirs]):
-            passing = name.rpartition(".")[2] in _PASSING
+            end = name.rpartition(".")[2]
+            passing = end in _PASSING or (".lengths." in name and end != "p50")  # one length says that they differ
             if not passing and ours.get(name) != theirs.get(name):
                 yield Difference(name, ours.get(name), theirs.get(name))
 
@@ -107,6 +114,9 @@ def described(a: Run, b: Run, first: Sequence[Difference], tolerance: float) -> 
     if first:
         yield f"The runs first differ at step {first[0].step}, in {first[0].name} (A | B):"
         yield from (f"  {difference}" for difference in first)
+        for letter, names in (("A", logged_alone(a.entries, b.entries)), ("B", logged_alone(b.entries, a.entries))):
+            if names:
+                yield f"  logged by {letter} alone: {', '.join(names)}"
     elif min(len(a.entries), len(b.entries)) == 0:
         yield "There are no logs to compare."
     else:
@@ -117,7 +127,17 @@ def described(a: Run, b: Run, first: Sequence[Difference], tolerance: float) -> 
             return
     others = list(manifest_differences(a, b))
     yield "Config, versions, hardware and data (A | B):" if others else "Config, versions, hardware and data are equal."
-    yield from (f"  {difference}" for difference in others)
+    of_one = _options_of_one(others) if any(difference.name == "trainer" for difference in others) else []
+    yield from (f"  {difference}" for difference in others if difference not in of_one)
+    for letter, lacking in (("A", "b"), ("B", "a")):
+        names = [d.name.removeprefix("config.") for d in of_one if vars(d)[lacking] is None]
+        if names:
+            yield f"  options of {letter} alone: {', '.join(names)}"
+
+
+def _options_of_one(differences: Sequence[Difference]) -> list[Difference]:
+    """Those of options that one run does not have: many, where trainers differ, and their values say nothing."""
+    return [d for d in differences if d.name.startswith("config.") and (d.a is None) != (d.b is None)]
 
 
 def _by_step(entries: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:

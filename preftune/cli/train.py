@@ -16,6 +16,8 @@ from datasets import disable_progress_bars as disable_dataset_bars
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils.logging import disable_progress_bar as disable_model_bars
 
+from preftune.callbacks.completions import LogCompletionsCallback
+from preftune.callbacks.health import HealthCallback
 from preftune.cli.commands import Command, load_object
 from preftune.cli.launch import already_launched, check_world_size
 from preftune.cli.load_data import load_splits
@@ -24,6 +26,7 @@ from preftune.cli.preflight import check_columns, check_writable
 from preftune.configs.base import BaseConfig
 from preftune.configs.model import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
 from preftune.configs.script import DatasetMixtureConfig, RewardArguments, ScriptArguments
+from preftune.errors import ConfigError
 from preftune.losses.importing import import_callable
 from preftune.losses.names import is_import_path
 
@@ -44,6 +47,7 @@ def run(command: Command, parsed: Parsed) -> int:
     _choose_bars(script.progress)
     args = build_args(command, parsed, model)
     trainer = build_trainer(command, parsed, args, script, mixture, model, rewards)
+    show_answers(trainer, script)
     scores = {"before": score_held_out(command, trainer)}
     result = trainer.train()
     save(trainer, args, result.metrics)  # before anything else can fail
@@ -109,7 +113,7 @@ def build_trainer(
     rewards: list[Any] | None = None,
 ) -> Any:
     """Load the data, then the trainer with its model."""
-    evaluate = args.eval_strategy != "no" or "dataset_test_split" in parsed.values
+    evaluate = args.eval_strategy != "no" or "dataset_test_split" in parsed.values or script.eval_completions > 0
     with args.main_process_first(desc="loading the dataset"):
         splits = load_splits(script, mixture, evaluate=evaluate)
     if splits.train.column_names is not None:
@@ -121,7 +125,7 @@ def build_trainer(
         "train_dataset": splits.train,
         "eval_dataset": splits.evaluation,
         "peft_config": get_peft_config(model),
-        "callbacks": progress_callbacks(script.progress, args),
+        "callbacks": [*progress_callbacks(script.progress, args), *([HealthCallback()] if script.health else [])],
     }
     if rewards is not None:
         options["reward_funcs"] = rewards
@@ -156,6 +160,21 @@ def progress_callbacks(progress: str, args: BaseConfig) -> list[Any]:
     from preftune.callbacks.progress import RichProgressCallback
 
     return [RichProgressCallback(Console(force_interactive=False) if progress == "plain" else None)]
+
+
+def show_answers(trainer: Any, script: ScriptArguments) -> None:
+    """What the policy answers to held-out prompts, where it is asked for.
+
+    Raises:
+        ConfigError: rows without prompts, or a model that cannot answer.
+    """
+    if not script.eval_completions:
+        return
+    count, length = script.eval_completions, script.eval_completion_tokens
+    try:
+        trainer.add_callback(LogCompletionsCallback(trainer, num_prompts=count, max_new_tokens=length))
+    except ValueError as error:
+        raise ConfigError(f"eval_completions={count}: {error}.") from error
 
 
 def save(trainer: Any, args: Any, metrics: dict[str, float]) -> None:

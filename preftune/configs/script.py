@@ -16,7 +16,7 @@ PROGRESS = ("auto", "plain", "bar", "none")
 
 @dataclass
 class ScriptArguments:
-    """The dataset and how the run is shown."""
+    """The dataset, and how the run is shown."""
 
     dataset_name: str | None = option(
         None, "A file (json, jsonl, csv, parquet), a folder, or a dataset on the hub. Several: see datasets."
@@ -31,6 +31,14 @@ class ScriptArguments:
         "How progress is shown: auto (a panel in a terminal, else lines), plain (lines), bar (transformers'), none.",
         choices=PROGRESS,
     )
+    health: bool = option(True, "Warn when the logs look like a failure that people have met before (docs/health.md).")
+    eval_completions: int = option(
+        0,
+        "So many prompts of the evaluation set are answered at every eval_steps (else ten times in a run); the table "
+        "goes to logs/tables and to the trackers of report_to.",
+        low=0,
+    )
+    eval_completion_tokens: int = option(128, "The most tokens of such an answer.", low=1)
 
     def __post_init__(self) -> None:
         check_fields(self)

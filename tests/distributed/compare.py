@@ -60,6 +60,16 @@ def check(name: str, ranks: list[dict[str, Any]], alone: Alone) -> None:
         same_weights(folder / name, ranks[0]["folder"] / name, parts.get(name, default))
 
 
+def check_watched(ranks: list[dict[str, Any]]) -> None:
+    """Observers changed no weight on any rank, and one process alone wrote, each row once."""
+    for rank in ranks:
+        result = rank["scenarios"]["watched"]
+        assert result["unchanged"] and result["written by the first alone"]
+        assert [(row["step"], row["dataset"]) for row in result["rows"]] == [(s, d) for s in (2, 4) for d in "aaabb"]
+        assert all(row["implicit_reward"] is not None for row in result["rows"])
+        assert [(row["step"], row["dataset"]) for row in result["written to the file"]] == [(3, "a"), (3, "b")]
+
+
 def check_resume(ranks: list[dict[str, Any]]) -> None:
     """Each rank ends with the digest and the logs of the run at once, also where a log spans the checkpoint."""
     for rank in ranks:

@@ -26,9 +26,14 @@ from preftune import (
     RewardTrainer,
     RLOOConfig,
     RLOOTrainer,
+    SDFTConfig,
+    SDFTTrainer,
+    SDPOConfig,
+    SDPOTrainer,
     SFTConfig,
     SFTTrainer,
 )
+from preftune.callbacks.metric_names import is_clock
 from preftune.models.distributed import full_state_dict, local_shard, unwrap
 from tests.support.models import tiny_model
 from tests.support.rows import preference_rows
@@ -41,16 +46,15 @@ SYNC = {"sync_ref_model": True, "ref_model_sync_steps": 2}
 BEMA = {"bema_ref_model": True, "bema_update_freq": 1, "ref_model_update_freq": 2}
 LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
 SHARES: dict[str, int] = {}  # parameters that this rank holds, after `sync` under a backend that shards
-_CLOCK = ("round_time", "seconds_per_sample", "runtime", "per_second", "preparation_time", "total_flos")
 
 
 def logs_of(trainer: Any) -> list[dict[str, float]]:
     """Everything logged but times."""
-    return [{k: v for k, v in entry.items() if not k.endswith(_CLOCK)} for entry in trainer.state.log_history]
+    return [numbers_of(entry) for entry in trainer.state.log_history]
 
 
 def numbers_of(metrics: dict[str, float]) -> dict[str, float]:
-    return {k: v for k, v in metrics.items() if not k.endswith(_CLOCK)}
+    return {k: v for k, v in metrics.items() if not is_clock(k) and k != "total_flos"}
 
 
 def save_weights(trainer: Any, folder: Path) -> None:
@@ -302,6 +306,34 @@ def online(folder: Path, processes: int) -> dict[str, Any]:
     return result
 
 
+def distilled(folder: Path, processes: int) -> dict[str, Any]:
+    """Self-distillation: an averaged teacher, rounds that serve several steps, attempts shown to their siblings."""
+    forms: dict[str, dict[str, Any]] = {
+        "sdft": {"num_iterations": 2, "steps_per_generation": 2, "teacher_model_kind": "ema", "distillation_topk": 20},
+        "sdpo": {"distillation_weight": 0.5, "beta": 0.1, "success_reward_threshold": 0.5},
+    }
+    result = {}
+    for name, changes in forms.items():
+        config, trainer_class = (SDPOConfig, SDPOTrainer) if name == "sdpo" else (SDFTConfig, SDFTTrainer)
+        rows = [{"prompt": row["prompt"], "privileged_context": row["chosen"]} for row in text_rows(9)]
+        trainer = trainer_class(
+            model=policy(),
+            **({"reward_funcs": _letters} if name == "sdpo" else {}),
+            args=config(
+                **options(
+                    folder / name, per_device_train_batch_size=BATCH // processes, num_generations=2,
+                    max_completion_length=5, per_device_eval_batch_size=2, num_generations_eval=2,
+                    eval_strategy="steps", eval_steps=2, **changes, **SGD,
+                )
+            ),
+            train_dataset=Dataset.from_list(rows),
+            eval_dataset=Dataset.from_list(rows[:3]),
+            processing_class=make_tokenizer("plain"),
+        )  # fmt: skip
+        result[name] = trained(trainer, folder / name)
+    return result
+
+
 def _letters(completions: list[str], **_: Any) -> list[float]:
     return [sum(map(str.islower, text)) / max(len(text), 1) for text in completions]
 
@@ -404,6 +436,7 @@ SCENARIOS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
         rewards,
         kto,
         online,
+        distilled,
         evaluation,
         judged,
         stored,

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from tests.distributed import scenarios
-from tests.distributed.compare import check, check_resume, same
+from tests.distributed.compare import check, check_resume, check_watched, same
 from tests.support.launch import torchrun
 
 pytestmark = pytest.mark.dist
 
 TRAINED = [
     "sync", "adamw", "bema", "lora_bema", "aot", "checkpointed", "accumulated", "tokens", "ragged", "streaming",
-    "unequal", "rewards", "kto", "online",
+    "unequal", "rewards", "kto", "online", "distilled", "watched",
 ]  # fmt: skip
 EVALUATED = ["evaluation", "judged", "stored"]
 
@@ -49,6 +49,10 @@ def test_references_moved(ranks):
         result = ranks[0]["scenarios"][name]
         assert result["reference"] == form
         assert result["logs"][-1]["reference/moves"] >= 2
+
+
+def test_watching_changes_nothing(ranks):
+    check_watched(ranks)
 
 
 def test_resume_is_exact(ranks):

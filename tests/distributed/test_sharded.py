@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from preftune.cli.launch import config_path
-from tests.distributed.compare import check, check_resume
+from tests.distributed.compare import check, check_resume, check_watched
 from tests.distributed.scenarios import save_models
 from tests.support.backends import has_deepspeed
 from tests.support.launch import accelerate_launch
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 NAMES = [
     "sync", "adamw", "bema", "lora_bema", "aot", "checkpointed", "tokens", "ragged", "streaming",
-    "rewards", "evaluation", "judged", "stored",
+    "rewards", "watched", "evaluation", "judged", "stored",
 ]  # fmt: skip
 needs_deepspeed = pytest.mark.skipif(not has_deepspeed(), reason="deepspeed is not installed")
 DEEPSPEED = ["deepspeed_zero2", "deepspeed_zero3", "deepspeed_zero3-tiny"]
@@ -81,6 +81,10 @@ def test_weights_are_really_sharded(ranks):
 @pytest.mark.parametrize("name", NAMES)
 def test_equals_one_process(ranks, alone, name):
     check(name, ranks, alone)
+
+
+def test_watching_changes_nothing(ranks):
+    check_watched(ranks)
 
 
 def test_resume_is_exact(ranks):

@@ -14,13 +14,15 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 
 from tests.distributed.scenarios import SCENARIOS, SHARES
+from tests.distributed.watching import watched
 from tests.support.backends import prepare_backend
 from tests.support.launch import give_result
 
 
 def run(folder: Path, names: list[str], processes: int = 1) -> dict[str, Any]:
     """Results of the scenarios by name; they are written for any number of processes."""
-    return {name: SCENARIOS[name](folder / name, processes) for name in names}
+    scenarios = SCENARIOS | {"watched": watched}
+    return {name: scenarios[name](folder / name, processes) for name in names}
 
 
 def main() -> None:

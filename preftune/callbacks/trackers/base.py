@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from preftune.callbacks.formatting import plain
+from preftune.callbacks.formatting import is_image, plain
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ class Tracker(ABC):
 
     name: str = "tracker"
     is_local: bool = False  # its files lie in the output folder
+    takes_images: bool = False  # images of PIL, or lists of them, may be values of a row; others get "[image 12x8]"
 
     def attach(self) -> None:  # noqa: B027  (optional on purpose)
         """Finds the run that is open; called before each log in the thread of training, so it must not wait.
@@ -53,6 +54,11 @@ class Tracker(ABC):
         """Writes out what is pending. Nothing is logged afterwards."""
 
 
+def is_images(value: Any) -> bool:
+    """Whether the value of a row is an image, or a list of nothing else."""
+    return is_image(value) or (isinstance(value, list | tuple) and len(value) > 0 and all(map(is_image, value)))
+
+
 class TrackerQueue(Tracker):
     """A tracker behind a bounded queue and a thread of its own; no method raises, and none waits but `flush`, `close`.
 
@@ -67,6 +73,7 @@ class TrackerQueue(Tracker):
     def __init__(self, tracker: Tracker, *, max_pending: int = 256, close_timeout: float = 10.0):
         self.name = tracker.name
         self.is_local = tracker.is_local
+        self.takes_images = tracker.takes_images
         self.tracker = tracker
         self.dropped = 0
         self.failed = 0
@@ -87,7 +94,7 @@ class TrackerQueue(Tracker):
             self._submit(lambda: self.tracker.log_scalars(copied, step))
 
     def log_table(self, name: str, rows: Sequence[Row], step: int) -> None:
-        copied = [{str(key): plain(value) for key, value in row.items()} for row in rows]
+        copied = [{str(key): self._copied(value) for key, value in row.items()} for row in rows]
         if self._is_attached():
             self._submit(lambda: self.tracker.log_table(name, copied, step))
 
@@ -118,6 +125,9 @@ class TrackerQueue(Tracker):
             self.flush(self._close_timeout)
         self.closed = True
         atexit.unregister(self.close)
+
+    def _copied(self, value: Any) -> Any:
+        return value if self.takes_images and is_images(value) else plain(value)
 
     def _is_attached(self) -> bool:
         try:

@@ -12,15 +12,18 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from preftune.callbacks.formatting import is_image, plain
 from preftune.callbacks.trackers.base import Row
 
 Cell = str | int | float | bool | None
 
 
 def as_cell(value: Any) -> Cell:
-    """Numbers, text and None as they are; messages as `role: content` lines; anything else as JSON."""
+    """Numbers, text and None as they are; messages as `role: content` lines; an image by its size; the rest as JSON."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
+    if is_image(value):
+        return plain(value)
     if is_messages(value):
         return "\n".join(f"{message['role']}: {_content(message)}" for message in value)
     return _json(value)
@@ -43,12 +46,20 @@ def cells(rows: Iterable[Row], columns: Sequence[str]) -> list[list[Cell]]:
 
 
 def _content(message: Mapping[str, Any]) -> str:
-    parts = [message.get("content"), *(message.get("tool_calls") or [])]
-    return " ".join(part if isinstance(part, str) else _json(part) for part in parts if part)
+    content = message.get("content")
+    parts = [*(content if isinstance(content, list) else [content]), *(message.get("tool_calls") or [])]
+    return " ".join(part if isinstance(part, str) else _block(part) for part in parts if part)
+
+
+def _block(part: Any) -> str:
+    """A block of a message as its text, or what stands for its image; anything else as JSON."""
+    if isinstance(part, Mapping) and part.get("type") in ("text", "image"):
+        return str(plain(part.get(part["type"])) or f"[{part['type']}]")
+    return _json(part)
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
+    return json.dumps(value, ensure_ascii=False, default=plain)
 
 
 def csv_text(rows: Sequence[Row]) -> str:

@@ -10,21 +10,24 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from preftune.callbacks.trackers.base import Row, Tracker
-from preftune.callbacks.trackers.cells import cells, columns_of
+from preftune.callbacks.formatting import is_image
+from preftune.callbacks.trackers.base import Row, Tracker, is_images
+from preftune.callbacks.trackers.cells import as_cell, columns_of
 
 
 class WandbTracker(Tracker):
     """Raises `ImportError` without wandb, and `RuntimeError` at a log while no run is open.
 
-    The columns of a table are those of its first rows. Rows with others go on in a table `{name}_2`, and so on.
+    The columns of a table are those of its first rows. Rows with others go on in a table `{name}_2`, and so on. Images
+    are uploaded as such.
     """
 
     name = "wandb"
+    takes_images = True
 
     def __init__(self) -> None:
         self._wandb: Any = importlib.import_module("wandb")
-        self._tables: dict[tuple[str, str], Any] = {}
+        self._tables: dict[tuple[str, str], tuple[Any, dict[str, bool]]] = {}
 
     @staticmethod
     def run_is_open() -> bool:
@@ -40,21 +43,33 @@ class WandbTracker(Tracker):
             raise RuntimeError('no W&B run is open: use report_to="wandb" or call wandb.init() before training')
         if not rows:
             return
-        key, table = self._table(run.id, name, columns_of(rows))
-        for row in cells(rows, table.columns):
-            table.add_data(*row)
+        wanted = {column: any(is_images(row.get(column)) for row in rows) for column in columns_of(rows)}
+        key, table, columns = self._table(run.id, name, wanted)
+        for row in rows:
+            table.add_data(*(self._cell(row.get(column), of_images) for column, of_images in columns.items()))
         run.log({key: table, "train/global_step": step})
 
     def close(self) -> None:
         """The run belongs to who opened it."""
 
-    def _table(self, run_id: str, name: str, columns: list[str]) -> tuple[str, Any]:
+    def _cell(self, value: Any, of_images: bool) -> Any:
+        """A list of images, None for no image; else a plain cell."""
+        if not of_images:
+            return as_cell(value)
+        images = [value] if is_image(value) else value if is_images(value) else []
+        return [self._wandb.Image(image) for image in images] or None
+
+    def _table(self, run_id: str, name: str, wanted: dict[str, bool]) -> tuple[str, Any, dict[str, bool]]:
+        """The first table that can take the columns `wanted` (those of images are True): key, table, its columns."""
         key, number = name, 1
-        while (table := self._tables.get((run_id, key))) is not None:
-            if set(columns) <= set(table.columns):
-                return key, table
+        while (run_id, key) in self._tables:
+            table, columns = self._tables[run_id, key]
+            if all(column in columns and columns[column] >= of_images for column, of_images in wanted.items()):
+                return key, table, columns
             number += 1
             key = f"{name}_{number}"
-        table = self._wandb.Table(columns=columns, log_mode="INCREMENTAL", allow_mixed_types=True)
-        self._tables[run_id, key] = table
-        return key, table
+        # W&B shows images only in a column of that type, and takes them for objects where types may be mixed
+        types = [[self._wandb.Image] if of_images else [str, int, float, bool] for of_images in wanted.values()]
+        table = self._wandb.Table(columns=list(wanted), dtype=types, log_mode="INCREMENTAL")
+        self._tables[run_id, key] = table, wanted
+        return key, table, wanted

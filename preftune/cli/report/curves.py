@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from preftune.callbacks.findings import Entry
+from preftune.callbacks.metric_names import DRIFT, FACTS, LAST_MOVE, MOVES
 
 MAX_POINTS = 1200
 """Of a curve; longer ones keep the lowest and the highest value of each stretch."""
@@ -67,7 +68,7 @@ GROUPS: dict[str, tuple[Plot, ...]] = {
     ),
     "Policy and reference": (
         Plot("KL to the reference (nats)", ("kl",)),
-        Plot("Drift", ("reference/drift",), "Norm of policy minus reference."),
+        Plot("Drift", (DRIFT,), "Norm of policy minus reference."),
         Plot("Entropy (nats a token)", ("entropy",)),
         Plot("Entropy bonus", ("entropy_coef",)),
     ),
@@ -90,7 +91,7 @@ GROUPS: dict[str, tuple[Plot, ...]] = {
         Plot("Seconds of a reward a completion", ("rewards/*/seconds_per_sample",)),
     ),
 }  # fmt: skip
-_NOT_CURVES = re.compile(r"(step|wall_time|epoch|num_tokens|total_flos|reference/moves|reference/last_move_step)$")
+_NOT_CURVES = FACTS | {"wall_time"}
 _SUMMARY = re.compile(r"train_|(eval_|test_).*(runtime|per_second)$")
 _MARKED = re.compile(r"(eval_)?(loss|rewards/(chosen|rejected|accuracies|margins)|kl|reference/drift|logps/.*)$")
 
@@ -101,7 +102,7 @@ def series_of(entries: Sequence[Entry]) -> dict[str, Points]:
     for entry in entries:
         for name, value in entry.items():
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and not _NOT_CURVES.match(name.removeprefix("eval_")) and not _SUMMARY.match(name):
+            if is_number and name.removeprefix("eval_") not in _NOT_CURVES and not _SUMMARY.match(name):
                 values.setdefault(name, {})[entry["step"]] = float(value)
     return {name: thinned(sorted(points.items())) for name, points in values.items()}
 
@@ -165,9 +166,9 @@ def moves_of(entries: Sequence[Entry], config: Mapping[str, Any]) -> list[tuple[
 
     Logs name the last move before each of them; where there were more, the options say when.
     """
-    logged = [e["reference/last_move_step"] for e in entries if "reference/last_move_step" in e]
+    logged = [e[LAST_MOVE] for e in entries if LAST_MOVE in e]
     steps = sorted({int(step) for step in logged})
-    count = max((int(e.get("reference/moves", 0)) for e in entries), default=0)
+    count = max((int(e.get(MOVES, 0)) for e in entries), default=0)
     if not steps:
         return []
     kind, first, every = "reference moved", 0, 0

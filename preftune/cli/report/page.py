@@ -8,13 +8,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import resources
 from typing import Any
 
-from preftune.callbacks.findings import data_findings, is_training, number, scan
+from preftune.callbacks.data_findings import data_findings, reason_of
+from preftune.callbacks.findings import is_training, number, scan
 from preftune.callbacks.trackers.cells import as_cell, is_messages
 from preftune.cli.report.curves import events_of, grouped, series_of
 from preftune.cli.report.runs import Row, Run, distinct_names
@@ -159,6 +161,8 @@ def _facts(run: Run, manifest: Mapping[str, Any], result: Mapping[str, Any] | No
     if "started" in manifest:
         facts["started"] = manifest["started"].replace("T", " ").replace("+00:00", " UTC")
     facts["state"] = "finished" if result is not None else "not finished" if manifest else "unknown"
+    if result is None and clock:
+        facts["last log"] = f"{duration(max(0.0, time.time() - clock[-1]))} before this page"
     return facts
 
 
@@ -183,7 +187,7 @@ def _headlines(run: Run, series: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _split(name: str, report: Mapping[str, Any]) -> dict[str, Any]:
     counts = {"rows read": report.get("rows_in", 0), "rows kept": report.get("rows_out", 0)}
     for reason, tally in report.get("dropped", {}).items():
-        counts[f"dropped: {reason.replace('_', ' ')}"] = _tally(tally)
+        counts[f"dropped: {reason_of(reason)}"] = _tally(tally)
     for key, label in (("cut", "cut to max_length"), ("boundary_moved", "boundary moved"), ("unended", "without end")):
         if report.get(key, {}).get("count"):
             counts[label] = _tally(report[key])

@@ -7,8 +7,9 @@ from transformers import TrainerCallback
 
 from preftune.callbacks.attach import reference_callbacks
 from preftune.callbacks.bema import BEMACallback
-from preftune.callbacks.sync_ref import SyncRefModelCallback
+from preftune.callbacks.sync_ref import SyncRefModelCallback, SyncTeacherModelCallback
 from preftune.configs.dpo import DPOConfig
+from preftune.configs.sdft import SDFTConfig
 from preftune.errors import ConfigError
 from preftune.models.reference import CurrentPolicy, DisabledAdapter, FrozenCopy, ReferenceAdapter, Stored
 from tests.support.models import tiny_model
@@ -39,6 +40,16 @@ def test_sync_is_attached(tmp_path, form):
     (callback,) = reference_callbacks(config(tmp_path, sync_ref_model=True), reference)
     assert isinstance(callback, SyncRefModelCallback)
     assert callback.reference is reference
+
+
+def test_a_teacher_is_averaged_where_it_is_asked_for(tmp_path):
+    reference = MOVABLE["reference_adapter"]()
+    args = SDFTConfig(str(tmp_path), teacher_model_kind="ema")
+    (callback,) = reference_callbacks(args, reference)
+    assert isinstance(callback, SyncTeacherModelCallback) and callback.reference is reference
+    assert reference_callbacks(SDFTConfig(str(tmp_path)), reference) == []
+    with pytest.raises(ConfigError, match="teacher_model_kind='ema' and BEMACallback would each move"):
+        reference_callbacks(args, reference, [BEMACallback(update_ref_model=True)])
 
 
 @pytest.mark.parametrize("form", MOVABLE)

@@ -102,6 +102,13 @@ class TestPrompts:
         assert ids.count(tokenizer.bos_token_id) == 1
         assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
+    def test_a_beginning_that_is_a_mark_of_every_turn_is_shown(self, make_tokenizer):
+        """SmolLM2's first token is `<|im_start|>`: without the first of them a conversation reads as if torn."""
+        tokenizer = make_tokenizer("plain")
+        tokenizer.bos_token = "<|im_start|>"
+        ((_, text),) = self.ids_and_texts([{"prompt": [{"role": "user", "content": "Hi"}]}], tokenizer)
+        assert text == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+
     def test_options_of_the_template_come_from_the_row(self, tokenizer):
         row = {"prompt": [{"role": "user", "content": "Hi"}], "chat_template_kwargs": {"enable_thinking": True}}
         ((_, text),) = self.ids_and_texts([row], tokenizer)

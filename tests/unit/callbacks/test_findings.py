@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preftune.callbacks import findings
-from preftune.callbacks.findings import CHECKS, SEVERE, Finding, data_findings, find, scan
+from preftune.callbacks.data_findings import data_findings
+from preftune.callbacks.findings import CHECKS, SEVERE, Finding, find, scan
 
 Change = dict[str, Callable[[int], Any]]
 LOGS = 25
@@ -201,6 +202,24 @@ class TestData:
     def test_fires(self, changes, code):
         (finding,) = data_findings({"train": self.report(**changes)})
         assert finding.code == code and finding.step is None and "train" in finding.text
+
+    def test_reasons_are_those_of_the_data_report_and_the_commonest_says_what_to_do(self):
+        dropped = {"identical": {"count": 100}, "prompt_fills": {"count": 200}, "of_the_future": {"count": 1}}
+        (finding,) = data_findings({"train": self.report(rows_out=699, dropped=dropped)})
+        assert "100 with chosen equal to rejected; 200 with a prompt that fills max_length" in finding.text
+        assert "1 with of the future" in finding.text
+        assert finding.remedy == "Raise max_length, or shorten the prompts."
+
+    def test_one_finding_names_all_sets_and_rows_that_are_scored_again_are_none(self):
+        bad = self.report(rows_out=500, cut={"count": 400}, dropped={"overlong": {"count": 500}})
+        found = data_findings({"train": bad, "eval": bad, "scored": bad})
+        assert [finding.code for finding in found] == ["rows_dropped", "rows_cut"]
+        for finding in found:
+            assert finding.text.count("'train'") == finding.text.count("'eval'") == 1 and "scored" not in finding.text
+
+    def test_lengths_of_a_handful_of_rows_say_nothing(self):
+        lengths = {"chosen_ids": {"p50": 140}, "rejected_ids": {"p50": 100}}
+        assert data_findings({"eval": self.report(rows_in=6, rows_out=6, lengths=lengths)}) == []
 
     @pytest.mark.parametrize(
         "report", [{}, {"rows_in": 0, "rows_out": 0}, {"rows_in": 10, "rows_out": 9}, {"rows_in": 9, "rows_out": 9}]

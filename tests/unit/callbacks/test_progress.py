@@ -259,7 +259,7 @@ class TestLive:
         trainer.train()
         assert (sys.stdout, sys.stderr) == streams
         last = without_codes(written(console)).split("╭")[-1]
-        for text in ("4/4", "100%", "took", "loss", "eval", "train_runtime"):
+        for text in ("4/4", "100%", "took", "loss", "eval", "runtime"):
             assert text in last
         assert written(console).rstrip("\n").endswith(SHOW_CURSOR)
 

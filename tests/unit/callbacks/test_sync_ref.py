@@ -10,7 +10,8 @@ from torch import nn
 from transformers import TrainingArguments
 
 from preftune.callbacks.handler import RefModelCallbackHandler
-from preftune.callbacks.sync_ref import SyncRefModelCallback
+from preftune.callbacks.sync_ref import SyncRefModelCallback, SyncTeacherModelCallback
+from preftune.configs.sdft import SDFTConfig
 from preftune.errors import ConfigError, ReferenceError
 from preftune.models.reference import DisabledAdapter, FrozenCopy, ReferenceAdapter
 from tests.unit.callbacks.reference_runs import Recorder, plain_trainer, tiny_model
@@ -55,6 +56,25 @@ def test_options_come_from_the_arguments(tmp_path):
     assert callback.reference.moves == 1
     with pytest.raises(ConfigError, match="alpha is 2"):
         SyncRefModelCallback(module, mixup_alpha=2.0, sync_steps=1).on_train_begin(trainer.args, None, None)
+
+
+def test_a_teachers_options(tmp_path):
+    """Every third step a quarter of the student; the names are those of SDFT and SDPO."""
+    module = tiny_model(seed=1)
+    callback = SyncTeacherModelCallback(module, None)
+    trainer = plain_trainer(tmp_path, [])
+    with pytest.raises(ConfigError, match="no teacher_update_rate and teacher_sync_steps.*SyncTeacherModelCallback"):
+        callback.on_train_begin(trainer.args, trainer.state, None)
+    args = SDFTConfig(str(tmp_path), teacher_update_rate=0.25, teacher_sync_steps=3)
+    before = {name: p.detach().double().clone() for name, p in module.named_parameters()}
+    for step in range(1, 6):
+        trainer.state.global_step = step
+        callback.on_step_end(args, trainer.state, None, model=trainer.model)
+    assert (callback.reference.moves, callback.reference.last_move_step) == (1, 3)
+    students = dict(trainer.model.named_parameters())
+    for name, p in module.named_parameters():
+        expected = 0.75 * before[name] + 0.25 * students[name].double()
+        torch.testing.assert_close(p.double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_adapter_follows_adapter(tmp_path):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 
 import pytest
 
 from preftune.callbacks.trackers.jsonl import JsonlTracker
-from preftune.cli.compare import Difference, first_difference, manifest_differences
+from preftune.cli.compare import Difference, described, first_difference, manifest_differences
 from preftune.cli.main import main
 from preftune.cli.report.runs import Run
 
@@ -21,6 +22,32 @@ def logs(**changes: list[float]) -> list[dict]:
 
 def names(found: list[Difference]) -> list[tuple[int | None, str]]:
     return [(difference.step, difference.name) for difference in found]
+
+
+def test_no_logs_are_no_agreement(tmp_path, capsys):
+    for name, entries in (("a", logs()), ("b", [])):
+        (tmp_path / name).mkdir()
+        tracker = JsonlTracker(tmp_path / name / "logs")
+        for entry in entries:
+            tracker.log_scalars(entry, entry["step"])
+        (tmp_path / name / "run.json").write_text("{}")
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert "no logs to compare" in capsys.readouterr().out
+
+
+def test_options_that_one_trainer_has_are_named_in_one_line():
+    config = {"beta": 0.1, "loss_type": "sigmoid", "max_length": None}
+    a = Run(Path("a"), logs(), manifest={"trainer": "DPOTrainer", "config": config})
+    b = Run(Path("b"), logs(), manifest={"trainer": "SFTTrainer", "config": {"loss_type": "nll", "packing": False}})
+    lines = list(described(a, b, [], 0.0))
+    assert lines[-4:] == [
+        "  trainer: 'DPOTrainer' | 'SFTTrainer'",
+        "  config.loss_type: 'sigmoid' | 'nll'",
+        "  options of A alone: beta",
+        "  options of B alone: packing",
+    ]
+    same = Run(Path("b"), logs(), manifest={"trainer": "DPOTrainer", "config": {**config, "packing": False}})
+    assert list(described(a, same, [], 0.0))[-1] == "  config.packing: - | False"
 
 
 def test_equal_runs():
@@ -53,6 +80,21 @@ def test_nan_is_itself_and_nothing_else():
 
 def test_a_metric_that_only_one_has():
     assert names(first_difference(logs(), logs(kl=[0.1, 0.1, 0.1]))) == [(10, "kl")]
+
+
+def test_what_one_run_never_logs_does_not_hide_where_they_part(tmp_path, capsys):
+    """A reference that moves is logged from the first step on; the loss tells only at step 30 that it moved."""
+    drifting = [entry | {"reference/drift": 0.5} for entry in logs(loss=[0.7, 0.6, 0.4])]
+    for name, entries in (("a", drifting), ("b", logs()), ("c", [e | {"reference/drift": 0.5} for e in logs()])):
+        tracker = JsonlTracker(tmp_path / name / "logs")
+        for entry in entries:
+            tracker.log_scalars(entry, entry["step"])
+    a, b, c = (str(tmp_path / name) for name in "abc")
+    assert main(["compare", a, b]) == 1
+    out = capsys.readouterr().out
+    assert "first differ at step 30, in loss" in out and "logged by A alone: reference/drift" in out
+    assert main(["compare", b, c]) == 1
+    assert "first differ at step 10, in reference/drift" in capsys.readouterr().out
 
 
 def test_clocks_and_summaries_are_no_difference():

@@ -10,6 +10,7 @@ import os
 import sys
 import types
 import warnings
+from importlib.metadata import version
 
 import pytest
 
@@ -19,6 +20,7 @@ from preftune.cli.commands import COMMANDS
 from preftune.cli.main import main as run_main
 from preftune.errors import ConfigError
 
+ROW = {"prompt": "a", "chosen": "b", "rejected": "c", "text": "d", "privileged_context": "e"}
 TRAINING = [name for name, command in COMMANDS.items() if command.config is not None]
 
 
@@ -35,7 +37,7 @@ def files(tmp_path, monkeypatch):
     """A folder with a model folder and two datasets, as current folder."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
-    (tmp_path / "pairs.json").write_text(json.dumps([{"prompt": "a", "chosen": "b", "rejected": "c", "text": "d"}]))
+    (tmp_path / "pairs.json").write_text(json.dumps([ROW]))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -106,7 +108,8 @@ def test_help_of_each_command(capsys, name):
 
 @pytest.mark.parametrize("name", TRAINING)
 def test_typed_values_reach_the_run_function(files, ran, name):
-    limit = "max_length" if not COMMANDS[name].rewards else "reward_timeout"  # an option that can be none
+    limits = {"sdft": "max_prompt_length"}  # an option that can be none
+    limit = limits.get(name, "max_length" if not COMMANDS[name].rewards else "reward_timeout")
     assert run_main([name, *REQUIRED, "--learning_rate", "1e-4", f"--{limit}", "none"]) == 0
     ((command, parsed),) = ran
     assert command == name
@@ -217,12 +220,13 @@ def test_a_wrong_set_up_is_refused_before_launching(files, launched, capsys):
 
 def test_another_transformers_is_read_from_the_dataclasses(monkeypatch):
     """The files are of one version; with another the options come from the classes and know its new fields."""
-    asked = []
-    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda name: asked.append(name) or "99.0")
     from preftune.cli.options import load_options
 
-    command = COMMANDS["dpo"]
-    assert preflight.current_options(command) == load_options(command.option_classes) and asked == ["transformers"]
+    command, asked = COMMANDS["dpo"], []
+    preflight.load_object(str(command.config))  # imports libraries that read versions as they load
+    monkeypatch.setattr(preflight.importlib.metadata, "version", lambda name: asked.append(name) or "99.0")
+    assert preflight.current_options(command) == load_options(command.option_classes)
+    assert asked == ["transformers"]
 
 
 def test_module_and_script_are_one(monkeypatch, capsys):
@@ -234,9 +238,7 @@ def test_module_and_script_are_one(monkeypatch, capsys):
 def test_env(capsys):
     assert run_main(["env"]) == 0
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
-    import torch
-
-    assert lines["torch"] == torch.__version__ and lines["preftune"] == preftune.__version__
+    assert lines["torch"] == version("torch") and lines["preftune"] == preftune.__version__
     assert "cores usable" in lines["cpu"] and {"python", "platform", "transformers", "peft"} <= set(lines)
     assert "accelerator" in lines or "gpu 0" in lines
     assert run_main(["env", "--help"]) == 0 and "usage" in capsys.readouterr().out

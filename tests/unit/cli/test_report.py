@@ -26,7 +26,7 @@ from preftune.cli.report.curves import (
     series_of,
     thinned,
 )
-from preftune.cli.report.page import ROWS_OF_STEP, ROWS_OF_TABLE, as_text, duration, html_of, table_of
+from preftune.cli.report.page import ROWS_OF_STEP, ROWS_OF_TABLE, as_text, describe, duration, html_of, table_of
 from preftune.cli.report.runs import Run, distinct_names, read_run, without_repeats
 from preftune.errors import ConfigError
 
@@ -210,6 +210,16 @@ class TestEvents:
     def test_all_kinds(self):
         entries = [{"step": 5, "loss": math.nan}, {"step": 6, "loss": 1.0}]
         assert events_of(entries, None, [3]) == [Event(3, "resumed"), Event(5, "not finite")]
+
+
+def test_a_run_that_is_not_finished_says_how_long_it_has_been_silent(tmp_path, monkeypatch):
+    entries = [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.4}]
+    run = read_run(write(tmp_path, entries, manifest={"trainer": "DPOTrainer", "max_steps": 9}))
+    last = run.entries[-1]["wall_time"]
+    monkeypatch.setattr("time.time", lambda: last + 90)
+    facts = describe(run, "a")["facts"]
+    assert facts["state"] == "not finished" and facts["steps"] == "2 of 9"
+    assert facts["last log"] == "1 min 30 s before this page"
 
 
 class TestTables:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from datasets import Dataset
 from peft import LoraConfig
 
+from preftune.callbacks.health import HealthCallback
 from preftune.callbacks.progress import RichProgressCallback
 from preftune.cli import train
 from preftune.cli.commands import COMMANDS
@@ -67,6 +69,9 @@ class Recorder:
     def push_to_hub(self):
         self.calls.append("push")
 
+    def add_callback(self, callback):
+        self.calls.append(f"add {callback}")
+
     def remove_callback(self, callback):
         self.calls.append(f"remove {callback.__name__}")
 
@@ -98,7 +103,8 @@ def test_the_plain_run(capsys):
     assert given["model"] == "owner/tiny" and given["args"].output_dir == "tiny-DPO"
     assert given["args"].model_init_kwargs == {"revision": "main", "dtype": "float32"}
     assert given["train_dataset"].to_list() == ROWS and given["eval_dataset"] is None and given["peft_config"] is None
-    assert [type(c) for c in given["callbacks"]] == [RichProgressCallback] and given["args"].disable_tqdm
+    assert [type(c) for c in given["callbacks"]] == [RichProgressCallback, HealthCallback]
+    assert given["args"].disable_tqdm
     assert "quantization_config" not in given
     assert trainer.calls == ["train", "save tiny-DPO", "state"] and trainer.saved == {"train": {"train_loss": 0.5}}
     assert capsys.readouterr().out == "The model and its metrics are in tiny-DPO\n"
@@ -162,10 +168,31 @@ def test_adapter_options_without_adapter_are_mentioned():
     [("auto", 1, []), ("plain", 1, []), ("bar", 0, []), ("none", 0, ["remove PrinterCallback"])],
 )
 def test_progress(progress, callbacks, calls):
-    trainer = run("--progress", progress)
+    trainer = run("--progress", progress, "--no_health")
     assert len(trainer.given["callbacks"]) == callbacks
     assert [call for call in trainer.calls if call.startswith("remove")] == calls
     assert trainer.given["args"].disable_tqdm == (progress != "bar")
+
+
+def test_answers_to_held_out_prompts(monkeypatch):
+    """Held-out rows are there for them without any evaluation; what they lack is told in one line."""
+    made = []
+
+    def callback(trainer, **options):
+        made.append((trainer, options))
+        if trainer.eval_dataset.column_names == ["text"]:
+            raise ValueError("it has no prompts")
+        return "answers"
+
+    monkeypatch.setattr(train, "LogCompletionsCallback", callback)
+    trainer = run("--eval_completions", "2", "--test_split_size", "3", "--eval_completion_tokens", "7")
+    assert made == [(trainer, {"num_prompts": 2, "max_new_tokens": 7})]
+    assert trainer.calls[:2] == ["add answers", "score 3"]
+    with pytest.raises(ConfigError, match="split 'test'"):
+        run("--eval_completions", "2")
+    Path("pairs.json").write_text(json.dumps([{"text": "a"}] * 4))
+    with pytest.raises(ConfigError, match="eval_completions=2: it has no prompts"):
+        run("--eval_completions", "2", "--test_split_size", "1", name="sft")
 
 
 def test_boolean_buffers_are_left_out_where_asked_for():

@@ -136,6 +136,7 @@ function smooth(values) {
     return mean / weight;
   });
 }
+const short = (name) => name.replace(/^[^/]+\//, "");
 function curvesOf(plot) {
   const curves = [];
   const bases = [...new Set(plot.metrics.map((name) => name.replace(/^(eval|test)_/, "")))];
@@ -145,7 +146,7 @@ function curvesOf(plot) {
     const apart = base >= 0 && /^(eval|test)_/.test(metric);
     const byRun = RUNS.length > 1;
     curves.push({ run: i, metric, points: run.series[metric],
-      label: byRun ? (plot.metrics.length > 1 ? `${run.name} · ${metric}` : run.name) : metric,
+      label: byRun ? [run.name, bases.length > 1 ? short(bases[base]) : null, apart ? metric.slice(0, 4) : null].filter(Boolean).join(" · ") : metric,
       stroke: colour(byRun ? i : base < 0 ? plot.metrics.indexOf(metric) : base),
       dash: DASHES[(byRun ? plot.metrics.indexOf(metric) : apart ? 1 : 0) % DASHES.length] });
   }));
@@ -171,6 +172,9 @@ function plotCard(plot) {
   plots.push(self);
   return self;
 }
+function last(values) {
+  return values.findLast((value) => value !== null) ?? null;
+}
 function nearest(u, series, index) {
   const values = u.data[series];
   for (let away = 0; away < values.length; away++) {
@@ -190,9 +194,10 @@ function options(self) {
     cursor: { points: { size: 7 }, drag: { x: true, y: false, setScale: false },
       dataIdx: nearest, bind: { dblclick: () => () => { zoom(null); return null; } },
       sync: { key: "steps", scales: ["x", null], filters: { pub: (type) => type === "mousemove" || type === "mouseleave" } } },
-    series: [{ label: "step", value: (u, value) => (value === null || value === undefined ? "–" : value.toLocaleString("en")) },
+    series: [{ label: "step", value: (u, value) => (value === null || value === undefined ? "last" : value.toLocaleString("en")) },
       ...self.curves.map((curve) => ({ label: curve.label, stroke: curve.stroke, width: 1.8, dash: curve.dash,
-        points: { show: curve.points[0].length <= 30, size: 5, fill: curve.stroke }, value: (u, value) => show(value) }))],
+        points: { show: curve.points[0].length <= 30, size: 5, fill: curve.stroke },
+        value: (u, value, series, index) => show(index === null || index === undefined ? last(curve.points[1]) : value) }))],
     hooks: {
       setSelect: [(u) => {
         if (u.select.width < 5) return;
