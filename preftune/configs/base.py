@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from accelerate import ParallelismConfig
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.utils.import_utils import is_torch_bf16_gpu_available, is_torch_xla_available
 
 from preftune.configs.fields import check_fields, did_you_mean, option
@@ -93,7 +94,8 @@ class BaseConfig(TrainingArguments):
     )
     max_tokens_per_micro_batch: int | None = option(
         None,
-        "Split a batch by length into pieces of at most this many tokens. Changes memory and speed, not the result.",
+        "Split a batch by length into pieces of at most this many tokens. Changes memory and speed, not the result. "
+        "Unset: on a CPU 1024, or those of the longest prompt with its completions; elsewhere a batch is one piece.",
         low=1,
     )
 
@@ -109,6 +111,7 @@ class BaseConfig(TrainingArguments):
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        self._deal_out_rows()
 
     def _normalise(self) -> None:
         """Bring accepted spellings of a value into its one form; runs before the checks. Extend with `super()`."""
@@ -131,6 +134,19 @@ class BaseConfig(TrainingArguments):
             )
         if self.use_liger_kernel:
             self._check_liger()
+        self._check_parallelism()
+
+    def _check_parallelism(self) -> None:
+        """Every rank has rows of its own: ranks that share rows would each count them, and gradients be wrong."""
+        parallel = self.parallelism_config
+        for name in ("tp_size", "cp_size", "sp_size"):
+            size = 1 if parallel is None else vars(parallel)[name] or 1
+            if size > 1:
+                raise ConfigError(
+                    f"parallelism_config has {name}={size}, which splits layers or sequences over ranks; preftune "
+                    "splits rows (DDP, FSDP2, ZeRO). Set it to 1; max_tokens_per_micro_batch, activation_checkpointing "
+                    "and FSDP2 or ZeRO-3 save memory instead."
+                )
 
     def _check_liger(self) -> None:
         fused = "fused_linear_cross_entropy"
@@ -174,6 +190,14 @@ class BaseConfig(TrainingArguments):
         if self.bf16 is None:
             half = self.fp16 or os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16"
             self.bf16 = not half and not self.use_cpu and is_torch_bf16_gpu_available()
+
+    def _deal_out_rows(self) -> None:
+        """Each rank reads rows of its own: accelerate would cut the flat tensors of streams along their first axis."""
+        if not isinstance(self.accelerator_config, AcceleratorConfig):
+            return
+        if self.accelerator_config.dispatch_batches:
+            warnings.warn("dispatch_batches=True has no effect: every rank reads its own rows.", stacklevel=2)
+        self.accelerator_config = replace(self.accelerator_config, dispatch_batches=False)
 
     def to_dict(self) -> dict[str, Any]:
         """Every option as JSON-able values: `type(config)(**config.to_dict())` equals `config`, secrets aside."""

@@ -34,11 +34,12 @@ class PromptEncoder:
                 check_ids(ids, row, "prompt_ids")
             encoded = batch["prompt_ids"]
         else:
-            encoded = self._encode(batch, rows)
+            encoded = self.ids(batch, rows)
         outcomes = [Outcome.KEPT if ids else Outcome.NO_PROMPT for ids in encoded]
         return as_columns([EncodedRow((ids,), outcome) for ids, outcome in zip(encoded, outcomes)], PROMPT_IDS)
 
-    def _encode(self, batch: Mapping[str, list], rows: list[int]) -> list[list[int]]:
+    def ids(self, batch: Mapping[str, list], rows: list[int]) -> list[list[int]]:
+        """The ids of each `prompt` of a batch, text or messages."""
         prompts = [read_prompt(value, row) for value, row in zip(batch["prompt"], rows)]
         chats = []
         for place, (prompt, row) in enumerate(zip(prompts, rows)):

@@ -32,6 +32,7 @@ class Outcome(IntEnum):
     NOTHING_SCORED = 6
     OVERLONG = 7
     IMAGE_CUT = 8
+    QUESTION_FILLS = 9
 
 
 REASONS: dict[Outcome, str] = {
@@ -43,6 +44,7 @@ REASONS: dict[Outcome, str] = {
     Outcome.NOTHING_SCORED: "no token to score",
     Outcome.OVERLONG: "more than max_length tokens",
     Outcome.IMAGE_CUT: "an image beyond max_length",
+    Outcome.QUESTION_FILLS: "a prompt that fills max_prompt_length, its own or the teacher's without any context",
 }
 REMEDIES: dict[Outcome, str] = {
     Outcome.IDENTICAL: "A pair of equal answers has no gradient: check how the pairs were made.",
@@ -53,6 +55,7 @@ REMEDIES: dict[Outcome, str] = {
     Outcome.NOTHING_SCORED: "Check completion_only_loss, assistant_only_loss, labels and max_length.",
     Outcome.OVERLONG: "Raise max_length, or set overlong='cut'.",
     Outcome.IMAGE_CUT: "Raise max_length, or make the images smaller: their tokens count.",
+    Outcome.QUESTION_FILLS: "Raise max_prompt_length (none: no limit), or shorten the prompts.",
 }
 
 
@@ -80,7 +83,7 @@ class DataReport:
         name: What the dataset is called in messages: "train", "eval", "eval_maths".
         rows_in: Rows read so far.
         rows_out: Rows that can be trained on.
-        cut: Kept rows that lost tokens to `max_length`.
+        cut: Kept rows that lost tokens to `max_length` (or the option in `cut_to`).
         cut_tokens: Tokens lost in those rows.
         dropped: Rows left out, by reason.
         moved: Kept rows whose prompt, rendered or tokenized alone, is no prefix of prompt + answer, so that the answer
@@ -100,6 +103,7 @@ class DataReport:
     unended: Tally = field(default_factory=Tally)
     lengths: dict[str, Counter[int]] = field(default_factory=dict)
     streaming: bool = False
+    cut_to: str = "max_length"
 
     def add(
         self, rows: Sequence[int] | np.ndarray, notes: Mapping[str, np.ndarray], lengths: Mapping[str, np.ndarray]
@@ -126,6 +130,11 @@ class DataReport:
     def rows_dropped(self) -> int:
         return self.rows_in - self.rows_out
 
+    @property
+    def is_bad_news(self) -> bool:
+        """Rows were dropped or cut, or nothing ends an answer, so that the model will not learn to stop."""
+        return bool(self.rows_dropped or self.cut.count or self.unended.count)
+
     def quantile(self, column: str, share: float) -> int:
         """The smallest length that at least `share` of the kept rows do not exceed; 0 without rows."""
         counts = self.lengths.get(column, Counter())
@@ -144,7 +153,7 @@ class DataReport:
         if self.cut.count:
             kept = sum(size * count for counts in self.lengths.values() for size, count in counts.items())
             share = self.cut_tokens / max(1, kept + self.cut_tokens)
-            parts.append(f"Cut to max_length: {self.cut}, {self.cut_tokens:,} tokens lost ({share:.1%}).")
+            parts.append(f"Cut to {self.cut_to}: {self.cut}, {self.cut_tokens:,} tokens lost ({share:.1%}).")
         if self.moved.count:
             parts.append(
                 f"In {self.moved} the prompt alone is not how prompt + answer begins (the template or a token merge "

@@ -71,6 +71,15 @@ def build_tree(
     return PromptTree(tuple(layout), tensor(ids), tensor(positions), tensor(predict), tensor(target), tensor(owner))
 
 
+def scored_lengths(tree: PromptTree) -> list[list[int]] | None:
+    """Scored tokens of each branch of each prompt, read off the layout; None where masks leave some out.
+
+    All tokens of a branch are scored, but for the first after an empty prompt, which nothing predicts.
+    """
+    lengths = [[max(0, m - (n == 0)) for m in branches] for n, branches in tree.layout]
+    return lengths if sum(map(sum, lengths)) == tree.target_index.shape[0] else None
+
+
 def select_prompts(tree: PromptTree, chosen: Sequence[int]) -> PromptTree:
     """The tree of the prompts `chosen` (numbers 0..P-1, in the given order) with all their branches.
 
@@ -80,11 +89,16 @@ def select_prompts(tree: PromptTree, chosen: Sequence[int]) -> PromptTree:
     starts = np.concatenate([[0], np.cumsum(lengths)])
     first_branch = np.concatenate([[0], np.cumsum([len(b) for _, b in tree.layout])])
     target, owner = tree.target_index, tree.branch_index
+    scored = scored_lengths(tree)
+    ends = None if scored is None else np.cumsum([0, *map(sum, scored)]).tolist()
     parts: dict[str, list[torch.Tensor]] = {k: [] for k in ("ids", "pos", "predict", "target", "owner")}
     flat = branch = 0
     for p in chosen:
         lo, hi = int(starts[p]), int(starts[p + 1])
-        t_lo, t_hi = torch.searchsorted(target, torch.tensor([lo, hi], device=target.device)).tolist()
+        if ends is not None:
+            t_lo, t_hi = ends[p], ends[p + 1]
+        else:  # waits for the device: the layout does not say what is scored
+            t_lo, t_hi = torch.searchsorted(target, torch.tensor([lo, hi], device=target.device)).tolist()
         parts["ids"].append(tree.input_ids[lo:hi])
         parts["pos"].append(tree.position_ids[lo:hi])
         parts["predict"].append(tree.predict_index[t_lo:t_hi] + (flat - lo))
@@ -116,7 +130,11 @@ def select_branch(tree: PromptTree, number: int) -> PromptTree:
 
     flat_index, place_N = there(np.flatnonzero(keep)), there(np.cumsum(keep) - 1)
     owner_T = there(np.array(owners, np.int64))[tree.branch_index]
-    kept_T = (owner_T >= 0).nonzero()[:, 0]  # the only wait for the device: the layout does not say what is scored
+    scored = scored_lengths(tree)
+    if scored is not None:
+        kept_T = there(np.flatnonzero(np.repeat(np.array(owners) >= 0, [m for row in scored for m in row])))
+    else:  # waits for the device: the layout does not say what is scored
+        kept_T = (owner_T >= 0).nonzero()[:, 0]
     return PromptTree(
         tuple((n, (branches[number],)) for n, branches in tree.layout),
         tree.input_ids[flat_index],

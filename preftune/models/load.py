@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -95,7 +96,7 @@ def _class_for(name: str, auto_class: Any, init_kwargs: dict[str, Any]) -> Any:
     """`AutoModelForImageTextToText` for the checkpoint of a vision-language model, else `auto_class`."""
     if auto_class is not AutoModelForCausalLM:
         return auto_class
-    source = {k: init_kwargs[k] for k in ("revision", "token", "cache_dir", "trust_remote_code") if k in init_kwargs}
+    source = {**_source(init_kwargs), "trust_remote_code": init_kwargs["trust_remote_code"]}
     try:
         config = AutoConfig.from_pretrained(base_model_name(name) if is_saved_adapter(name) else name, **source)
     except (OSError, ValueError):
@@ -137,7 +138,7 @@ def load_processing_class(
         TypeError: something else than a tokenizer or a processor is given.
     """
     if processing_class is None:
-        load = {"trust_remote_code": trust_remote_code, "revision": (init_kwargs or {}).get("revision", "main")}
+        load = {"trust_remote_code": trust_remote_code, **_source(init_kwargs)}
         try:
             processing_class = _load_processor(name, load)
         except (OSError, ValueError, KeyError) as error:
@@ -160,29 +161,42 @@ def _load_processor(name: str, load: dict[str, Any]) -> Any:
     return AutoProcessor.from_pretrained(base_model_name(name), trust_remote_code=load["trust_remote_code"])
 
 
-def eos_token_ids(model: str | PreTrainedModel) -> tuple[int, ...]:
-    """Every id that ends a text for this model, from its generation config; () where it has none.
+def eos_token_ids(
+    model: str | PreTrainedModel, tokenizer: Any = None, init_kwargs: dict[str, Any] | None = None
+) -> tuple[int, ...]:
+    """Every id that ends a text: those of the model's generation config and that of the tokenizer; () where none is.
 
-    A tokenizer knows one such id; chat models often have several.
+    A tokenizer knows one such id; chat models often have several, and not always the tokenizer's among them.
+
+    Args:
+        init_kwargs: How a model given by name is loaded: from which revision, ...
     """
     if isinstance(model, str):
+        adapted = is_saved_adapter(model)
         try:
-            config = GenerationConfig.from_pretrained(base_model_name(model) if is_saved_adapter(model) else model)
+            config = GenerationConfig.from_pretrained(
+                base_model_name(model) if adapted else model, **({} if adapted else _source(init_kwargs))
+            )
         except OSError:
-            return ()
+            config = None
     else:
         config = generation_config(model)
     ids = config.eos_token_id if config is not None else None
-    if ids is None:
-        return ()
-    return (ids,) if isinstance(ids, int) else tuple(ids)
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    own = tokenizer.eos_token_id if tokenizer is not None else None
+    return tuple(dict.fromkeys([*ids, *([own] if own is not None else [])]))
 
 
-def read_chat_template(path: str | None) -> str | None:
-    """The text of a Jinja file, or the template of the tokenizer saved under `path`.
+def _source(init_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Those of the options of `from_pretrained` that say where the files of a name are."""
+    return {name: value for name, value in (init_kwargs or {}).items() if name in ("revision", "token", "cache_dir")}
+
+
+def read_chat_template(path: str | None, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The text of a Jinja file, or the template of the tokenizer saved under `path`, for use with `tokenizer`.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is neither, or the template writes special tokens that `tokenizer` would take for plain text.
     """
     if path is None:
         return None
@@ -191,13 +205,23 @@ def read_chat_template(path: str | None) -> str | None:
             raise ConfigError(f"chat_template_path={path!r}: there is no such file.")
         return Path(path).read_text()
     try:
-        template = AutoTokenizer.from_pretrained(path).chat_template
+        source = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"chat_template_path={path!r} is neither a .jinja file nor a folder with a tokenizer: {error}"
         ) from error
+    template = source.chat_template
     if template is None:
         raise ConfigError(f"chat_template_path={path!r}: this tokenizer has no chat template.")
+    known = tokenizer.get_vocab()
+    added = [token.content for token in source.added_tokens_decoder.values()]
+    unknown = [token for token in added if token in str(template) and token not in known]
+    if unknown:
+        raise ConfigError(
+            f"chat_template_path={path!r}: this template writes {', '.join(unknown)}, which the tokenizer does not "
+            "have and would take for plain text. Copy template and tokens with preftune.clone_chat_template(model, "
+            "tokenizer, path), and pass model and tokenizer."
+        )
     return template
 
 
@@ -207,13 +231,15 @@ def with_tokens(
     pad_token: str | None = None,
     eos_token: str | None = None,
     chat_template: str | None = None,
+    pads: bool = True,
 ) -> Any:
     """The tokenizer or processor with these settings: itself where it has them, else a changed copy.
 
-    A tokenizer without a padding token pads with its EOS token.
+    Args:
+        pads: There must be a padding token; a tokenizer without one then pads with its EOS token.
 
     Raises:
-        ConfigError: a token that the vocabulary does not have, or neither padding nor EOS token.
+        ConfigError: a token that the vocabulary does not have; with `pads`, neither padding nor EOS token.
     """
     tokenizer = tokenizer_of(processing_class)
     for option, token in (("pad_token", pad_token), ("eos_token", eos_token)):
@@ -223,19 +249,21 @@ def with_tokens(
                 f"{getattr(tokenizer, option)!r}), or add it with tokenizer.add_tokens and resize the embeddings."
             )
     eos = eos_token or tokenizer.eos_token
-    pad = pad_token or tokenizer.pad_token or eos
-    if pad is None:
+    pad = pad_token or tokenizer.pad_token or (eos if pads else None)
+    if pad is None and pads:
         raise ConfigError(
             f"the tokenizer ({type(tokenizer).__name__} {tokenizer.name_or_path!r}) has no padding and no EOS token. "
             "Set tokenizer.pad_token to one of its tokens."
         )
     wanted = {"eos_token": eos, "pad_token": pad, "chat_template": chat_template or tokenizer.chat_template}
     changes = {name: value for name, value in wanted.items() if getattr(tokenizer, name) != value}
-    if not changes:
+    if not changes and chat_template in (None, processing_class.chat_template):
         return processing_class
     processing_class = copy.deepcopy(processing_class)
     for name, value in changes.items():
         setattr(tokenizer_of(processing_class), name, value)
+    if chat_template is not None:
+        processing_class.chat_template = chat_template  # a processor has one of its own
     return processing_class
 
 

@@ -43,6 +43,7 @@ from preftune.models.logprobs import choose_layout
 from preftune.models.reference import MovableReference, ReferenceModel, Stored
 from preftune.trainers import extras
 from preftune.trainers import state as checkpoints
+from preftune.trainers.arguments import own_config
 from preftune.trainers.evaluation import check_best_metric, check_split_name, untraced
 from preftune.trainers.extras import RestoreRunningTotals, load_running_state, save_running_state
 from preftune.trainers.manifest import RunManifest
@@ -53,10 +54,6 @@ logger = logging.getLogger(__name__)
 
 RawData = Dataset | IterableDataset
 EvalData = RawData | DatasetDict | IterableDatasetDict | dict[str, RawData]
-
-
-def default_output_dir(model: Any, name: str) -> str:
-    return f"{os.path.basename(model_name(model)) or 'model'}-{name}"
 
 
 class BaseTrainer(Trainer, ABC):
@@ -90,8 +87,7 @@ class BaseTrainer(Trainer, ABC):
         peft_config: Any = None,
         **hf_arguments: Any,
     ) -> None:
-        if args is None:
-            args = self.config_class(output_dir=default_output_dir(model, self.name))
+        args = own_config(self.config_class, args, model, self.name)
         if ref_model is not None and ref_model is model:
             raise ConfigError(
                 "ref_model is the policy itself; it would move with it. Leave ref_model out: the reference is then a "
@@ -105,8 +101,6 @@ class BaseTrainer(Trainer, ABC):
         self.is_evaluating = False
         self.reference: ReferenceModel | None = None
         self.args = args
-        # accelerate would cut the flat tensors of streams along their first axis to hand them to the ranks
-        args.accelerator_config.dispatch_batches = False
         init_kwargs = args.model_init_kwargs
         processing_class = load_processing_class(
             model_name(model), processing_class, init_kwargs if isinstance(model, str) else None, args.trust_remote_code
@@ -114,7 +108,7 @@ class BaseTrainer(Trainer, ABC):
         processing_class = self.adapt_processing_class(processing_class)
         self.tokenizer = tokenizer_of(processing_class)
         self.processor = processing_class if is_multimodal(processing_class) else None
-        self.eos_token_ids = eos_token_ids(model)
+        self.eos_token_ids = eos_token_ids(model, self.tokenizer, init_kwargs if isinstance(model, str) else None)
         train_dataset = self._prepare_training_data(train_dataset)
         eval_dataset = self._prepare_split(eval_dataset, "eval") if eval_dataset is not None else None
         check_best_metric(args, eval_dataset)
@@ -237,7 +231,7 @@ class BaseTrainer(Trainer, ABC):
         if not self.is_world_process_zero():
             return
         for report in self.data_reports.values():
-            logger.log(logging.WARNING if report.rows_dropped or report.cut.count else logging.INFO, "%s", report)
+            logger.log(logging.WARNING if report.is_bad_news else logging.INFO, "%s", report)
         fallback = self.args.attention_layout == "auto" and self.layout == "padded"
         logger.log(
             logging.WARNING if fallback else logging.INFO,

@@ -18,6 +18,7 @@ from preftune.data.formats import PAIR_IDS
 from preftune.data.multimodal import IMAGE_COLUMNS
 from preftune.data.report import DataReport
 from preftune.data.tokenize import prepare_preference
+from preftune.data.tree import scored_lengths
 from preftune.losses.names import BATCH_COUPLED, PAIR_HYPER
 from preftune.losses.preference import implicit_rewards, resolve_pair_loss, weighted_pair_loss
 from preftune.losses.reduce import pair_scores, reference_pair_scores, wpo_pair_weights
@@ -139,8 +140,7 @@ class DPOTrainer(OfflineTrainer):
     def step_statistics(self, model: nn.Module, batches: list[Batch], totals: StepTotals) -> PairGradients | None:
         """Losses that rank pairs within the batch need the scores of the whole step before any row's gradient."""
         coupled = self._own_loss is None and bool(BATCH_COUPLED & set(map(str, self.args.loss_type)))
-        whole = len(batches) == 1 and self.accelerator.num_processes == 1 and not self.args.max_tokens_per_micro_batch
-        if not coupled or whole or not self.model.training:
+        if not coupled or not self.model.training or self.is_one_forward(batches):
             return None
         with torch.no_grad():
             scored = [self._score(model, batch, totals)[:2] for batch in batches]
@@ -156,7 +156,11 @@ class DPOTrainer(OfflineTrainer):
         return self._evaluated.loss_across_batches(self.loss, self.args.device)
 
     def count(self, batch: Batch) -> dict[str, float]:
-        chosen = (batch["tree"].branch_index % 2 == 0).sum()
+        scored = scored_lengths(batch["tree"])
+        if scored is not None:
+            chosen = sum(sum(of_prompt[0::2]) for of_prompt in scored)
+        else:  # waits for the device: a collator of the user's leaves tokens out
+            chosen = (batch["tree"].branch_index % 2 == 0).sum()
         return super().count(batch) | {"chosen_tokens": float(chosen)}
 
     # Metrics

@@ -129,8 +129,7 @@ class KTOTrainer(OfflineTrainer):
 
     def step_statistics(self, model: nn.Module, batches: list[Batch], totals: StepTotals) -> Baseline | None:
         """The baseline over all rows of the step, where its rows are spread over several forwards or ranks."""
-        spread = len(batches) > 1 or self.accelerator.num_processes > 1 or self.args.max_tokens_per_micro_batch
-        if not (self.needs_baseline and self.model.training and spread):
+        if not (self.needs_baseline and self.model.training) or self.is_one_forward(batches):
             return None
         total, ref_logps = totals.counts["rows"].new_zeros(()), []
         with torch.no_grad():

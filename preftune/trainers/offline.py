@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import chain, islice
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from datasets import Dataset, IterableDataset
@@ -19,6 +19,7 @@ from transformers.trainer_utils import PredictionOutput
 from preftune.data.tree import split_by_tokens
 from preftune.errors import DataFormatError
 from preftune.models.inputs import scoring_inputs
+from preftune.models.load import read_chat_template, tokenizer_of, with_tokens
 from preftune.models.logprobs import scoring
 from preftune.models.stored import Stored
 from preftune.trainers.evaluation import untraced
@@ -32,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 class OfflineTrainer(StepTrainer):
     """Batches of fixed rows, shared by all offline algorithms. A family writes `batch_loss`, an algorithm `loss`."""
+
+    needs_padding_token: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -99,6 +102,17 @@ class OfflineTrainer(StepTrainer):
     def stores_reference(self) -> bool:
         return self.needs_reference and self.args.precompute_ref_log_probs
 
+    def adapt_processing_class(self, processing_class: Any) -> Any:
+        """With the config's `pad_token`, and where it has them `eos_token` and chat template: used, and saved."""
+        options = vars(self.args)
+        return with_tokens(
+            processing_class,
+            pad_token=self.args.pad_token,
+            eos_token=options.get("eos_token"),
+            chat_template=read_chat_template(options.get("chat_template_path"), tokenizer_of(processing_class)),
+            pads=self.needs_padding_token,
+        )
+
     # Batches
 
     def count(self, batch: Batch) -> dict[str, float]:
@@ -115,7 +129,9 @@ class OfflineTrainer(StepTrainer):
         return batch["tree"].num_tokens
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
-        groups = split_by_tokens(batch["tree"], self.args.max_tokens_per_micro_batch)
+        tree: PromptTree = batch["tree"]
+        longest = max(prompt + sum(branches) for prompt, branches in tree.layout)
+        groups = split_by_tokens(tree, self.token_budget(longest))
         return [batch] if len(groups) == 1 else [select_rows(batch, group) for group in groups]
 
     @final

@@ -17,7 +17,6 @@ from preftune.data.report import DataReport
 from preftune.data.reward import MARGIN, REWARD_IDS, RewardCollator, prepare_reward
 from preftune.losses.reward import bradley_terry
 from preftune.models.inputs import scoring_inputs
-from preftune.models.load import read_chat_template, with_tokens
 from preftune.models.logprobs import branch_values
 from preftune.models.reward_model import agree_on_padding, load_reward_model, warn_of_frozen_head, with_score_head
 from preftune.trainers.base import EvalData, RawData
@@ -51,6 +50,7 @@ class RewardTrainer(OfflineTrainer):
     name = "Reward"
     auto_class = AutoModelForSequenceClassification
     columns_read: ClassVar[tuple[str, ...]] = (*REWARD_IDS, MARGIN)
+    needs_padding_token: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -139,12 +139,6 @@ class RewardTrainer(OfflineTrainer):
         )
         agree_on_padding(policy, self.tokenizer)
         return policy
-
-    def adapt_processing_class(self, processing_class: Any) -> Any:
-        template = read_chat_template(self.args.chat_template_path)
-        return with_tokens(
-            processing_class, pad_token=self.args.pad_token, eos_token=self.args.eos_token, chat_template=template
-        )
 
     def prepare_dataset(self, dataset: RawData, split: str) -> tuple[RawData, DataReport]:
         prepared = prepare_reward(

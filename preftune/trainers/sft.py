@@ -17,10 +17,10 @@ from preftune.data.collate import SFTCollator
 from preftune.data.multimodal import IMAGE_COLUMNS, has_images
 from preftune.data.packing import pack_dataset
 from preftune.data.report import DataReport
+from preftune.data.supervised import MASKS
 from preftune.data.tokenize import prepare_sft
 from preftune.errors import ConfigError
 from preftune.losses.supervised import TOKEN_LOSSES
-from preftune.models.load import read_chat_template
 from preftune.models.logprobs import token_scores
 from preftune.trainers.base import EvalData, RawData
 from preftune.trainers.offline import OfflineTrainer
@@ -74,6 +74,7 @@ class SFTTrainer(OfflineTrainer):
                 "override loss(scores), which gets the log-probability of every scored token."
             )
         self._formatting_func = formatting_func
+        self._has_own_collator = data_collator is not None
         super().__init__(
             model,
             args,
@@ -116,6 +117,7 @@ class SFTTrainer(OfflineTrainer):
     def prepare_dataset(self, dataset: RawData, split: str) -> tuple[RawData, DataReport]:
         args = self.args
         if isinstance(args.dataset_kwargs, dict) and args.dataset_kwargs.get("skip_prepare_dataset"):
+            self._check_ready(dataset, split)
             logger.warning(
                 "skip_prepare_dataset: %s rows are taken as they are; max_length and packing do not act", split
             )
@@ -137,11 +139,9 @@ class SFTTrainer(OfflineTrainer):
             assistant_only_loss=args.assistant_only_loss,
             dataset_text_field=args.dataset_text_field,
             formatting_func=self._formatting_func,
-            eos_token=args.eos_token,
             columns=self.column_map,
             num_proc=args.dataset_num_proc,
             eos_token_ids=self.eos_token_ids,
-            chat_template=read_chat_template(args.chat_template_path),
             keep_columns=self.extra_columns(dataset),
             processor=self.processor,
             name=split,
@@ -155,6 +155,17 @@ class SFTTrainer(OfflineTrainer):
                 # Packing sorts by length. Another seed: the same permutation twice would not be a random one.
                 rows = rows.shuffle(seed=args.seed + 1)
         return rows, prepared.report
+
+    def _check_ready(self, dataset: RawData, split: str) -> None:
+        """Rows that are not prepared say what is scored by their labels alone; a mask beside them would be ignored."""
+        columns = set(dataset.column_names or [])
+        masks = sorted(columns & set(MASKS))
+        if masks and "labels" not in columns and not self._has_own_collator:
+            raise ConfigError(
+                f"skip_prepare_dataset=True takes {split} rows as they are, and they have {masks[0]!r} but no "
+                "'labels': every token would be scored. Add a 'labels' column (-100 where a token is not scored), or "
+                "leave skip_prepare_dataset out: labels are then made of the mask."
+            )
 
     def default_collator(self) -> SFTCollator:
         return SFTCollator(self.processor)

@@ -47,6 +47,10 @@ class StepTotals:
     statistics: Any = None
 
 
+# On a CPU smaller pieces take no more time, and only one piece's activations stand in memory.
+_CPU_TOKENS = 1024
+
+
 class StepTrainer(BaseTrainer):
     """The step that all trainers share: a family says what its batches hold, an algorithm what their loss is."""
 
@@ -55,6 +59,7 @@ class StepTrainer(BaseTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        self._has_small_pieces = self.args.device.type == "cpu" and not sharded
         if sharded and self.args.max_tokens_per_micro_batch is not None:
             raise ConfigError(
                 "max_tokens_per_micro_batch deals a different number of micro-batches to each rank, which FSDP and "
@@ -78,7 +83,7 @@ class StepTrainer(BaseTrainer):
 
     @abstractmethod
     def micro_batches(self, batch: Batch) -> list[Batch]:
-        """The batch of one accumulation step, cut into parts of at most `max_tokens_per_micro_batch` tokens."""
+        """The batch of one accumulation step, cut into parts within the `token_budget`."""
 
     @abstractmethod
     def forwarded_tokens(self, batch: Batch) -> int:
@@ -89,6 +94,18 @@ class StepTrainer(BaseTrainer):
         return None
 
     # The step
+
+    @final
+    def token_budget(self, largest: int) -> int | None:
+        """Most tokens of a micro-batch, `largest` being those of the longest prompt with its completions; None: any."""
+        if self.args.max_tokens_per_micro_batch is not None or not self._has_small_pieces:
+            return self.args.max_tokens_per_micro_batch
+        return max(_CPU_TOKENS, largest)
+
+    @final
+    def is_one_forward(self, batches: list[Batch]) -> bool:
+        """Whether all rows of the step, of all ranks, meet in one forward."""
+        return self.accelerator.num_processes == 1 and len(batches) == 1 and len(self.micro_batches(batches[0])) == 1
 
     @final
     def begin_step(self, batches: list[Batch], wanted: int) -> list[Batch]:
@@ -127,7 +144,7 @@ class StepTrainer(BaseTrainer):
 
     @final
     def training_step(self, model: nn.Module, inputs: Batch, num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one accumulation step, in micro-batches of at most `max_tokens_per_micro_batch`."""
+        """Forward and backward of one accumulation step, in micro-batches within the `token_budget`."""
         model.train()
         if isinstance(self.optimizer, AcceleratedOptimizer):
             self.optimizer.train()  # schedule-free optimizers switch weights

@@ -97,6 +97,25 @@ def test_how_a_step_is_cut_changes_nothing(tmp_path, tiny_model, tokenizer, pref
         assert (other - whole).abs().max() < 1e-5, cut
 
 
+def test_on_a_cpu_a_batch_goes_in_small_pieces(tmp_path, tiny_model, tokenizer, preference_rows, monkeypatch):
+    """Unset: pieces of so many tokens, or as many as the longest row has; a budget that is set is the budget."""
+
+    def sizes(**changes):
+        trainer = build(tmp_path, tiny_model(), tokenizer, preference_rows["text"], **changes)
+        [batch] = trainer.begin_step([trainer._own(next(iter(trainer.get_train_dataloader())), 4)], 1)
+        longest = max(prompt + sum(branches) for prompt, branches in batch["tree"].layout)
+        return longest, [part["tree"].num_tokens for part in trainer.micro_batches(batch)], trainer, batch
+
+    batched = {"per_device_train_batch_size": 4}
+    longest, whole, trainer, batch = sizes(**batched)
+    assert whole == [batch["tree"].num_tokens] and trainer.is_one_forward([batch])
+    monkeypatch.setattr("preftune.trainers.step._CPU_TOKENS", 1)
+    _, parts, trainer, batch = sizes(**batched)
+    assert len(parts) > 1 and sum(parts) == sum(whole) and max(parts) == longest
+    assert not trainer.is_one_forward([batch])
+    assert sizes(**batched, max_tokens_per_micro_batch=sum(whole))[1] == whole
+
+
 def test_layouts_agree(tmp_path, tiny_model, tokenizer, preference_rows):
     common = {"optim": "sgd", "learning_rate": 0.5}
     tree, a = weights_after(tmp_path, tiny_model, tokenizer, preference_rows["text"], attention_layout="tree", **common)
