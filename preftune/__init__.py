@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from preftune.callbacks.handler import CallbackHandlerWithRefModel, RefModelCallbackHandler
     from preftune.callbacks.health import HealthCallback
     from preftune.callbacks.progress import RichProgressCallback
-    from preftune.callbacks.sync_ref import SyncRefModelCallback
+    from preftune.callbacks.sync_ref import SyncRefModelCallback, SyncTeacherModelCallback
     from preftune.callbacks.weave import WeaveCallback
+    from preftune.cli.parse import TrlParser
     from preftune.configs.dpo import DPOConfig
     from preftune.configs.grpo import GRPOConfig
     from preftune.configs.kto import KTOConfig
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from preftune.configs.reward import RewardConfig
     from preftune.configs.rloo import RLOOConfig
     from preftune.configs.script import DatasetMixtureConfig, ScriptArguments
+    from preftune.configs.sdft import SDFTConfig
+    from preftune.configs.sdpo import SDPOConfig
     from preftune.configs.sft import SFTConfig
     from preftune.data.formats import (
         extract_prompt,
@@ -51,6 +54,8 @@ if TYPE_CHECKING:
     from preftune.trainers.kto import KTOTrainer
     from preftune.trainers.reward import RewardTrainer
     from preftune.trainers.rloo import RLOOTrainer
+    from preftune.trainers.sdft import SDFTTrainer
+    from preftune.trainers.sdpo import SDPOTrainer
     from preftune.trainers.sft import SFTTrainer
 
 # Where each public name is defined. Type checkers need the imports above and a literal `__all__` as well; a test proves
@@ -61,8 +66,9 @@ _NAMES_BY_MODULE = {
     "callbacks.completions": ["LogCompletionsCallback"],
     "callbacks.health": ["HealthCallback"],
     "callbacks.progress": ["RichProgressCallback"],
-    "callbacks.sync_ref": ["SyncRefModelCallback"],
+    "callbacks.sync_ref": ["SyncRefModelCallback", "SyncTeacherModelCallback"],
     "callbacks.weave": ["WeaveCallback"],
+    "cli.parse": ["TrlParser"],
     "configs.dpo": ["DPOConfig"],
     "configs.grpo": ["GRPOConfig"],
     "configs.kto": ["KTOConfig"],
@@ -70,6 +76,8 @@ _NAMES_BY_MODULE = {
     "configs.reward": ["RewardConfig"],
     "configs.rloo": ["RLOOConfig"],
     "configs.script": ["DatasetMixtureConfig", "ScriptArguments"],
+    "configs.sdft": ["SDFTConfig"],
+    "configs.sdpo": ["SDPOConfig"],
     "configs.sft": ["SFTConfig"],
     "data.formats": [
         "extract_prompt",
@@ -96,6 +104,8 @@ _NAMES_BY_MODULE = {
     "trainers.reward": ["RewardTrainer"],
     "trainers.grpo": ["GRPOTrainer"],
     "trainers.rloo": ["RLOOTrainer"],
+    "trainers.sdft": ["SDFTTrainer"],
+    "trainers.sdpo": ["SDPOTrainer"],
     "trainers.sft": ["SFTTrainer"],
 }
 _MODULE_OF = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
@@ -119,10 +129,16 @@ __all__ = [
     "RewardConfig",
     "RewardTrainer",
     "RichProgressCallback",
+    "SDFTConfig",
+    "SDFTTrainer",
+    "SDPOConfig",
+    "SDPOTrainer",
     "SFTConfig",
     "SFTTrainer",
     "ScriptArguments",
     "SyncRefModelCallback",
+    "SyncTeacherModelCallback",
+    "TrlParser",
     "WeaveCallback",
     "__version__",
     "add_response_schema",

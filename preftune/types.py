@@ -250,6 +250,8 @@ class PolicyTokens:
         ref_logps: Under the reference, or None without one.
         sampler_logps: As the sampler itself gave them, or None; they differ from `old_logps` in precision alone.
         entropy: Entropy in nats of the distribution each token was drawn from, no gradient.
+        divergence: How far the policy is from a teacher at each token, with gradient, 0 where there is no teacher; None
+            where nothing is learned from one.
     """
 
     logps: Tensor
@@ -259,3 +261,4 @@ class PolicyTokens:
     ref_logps: Tensor | None = None
     sampler_logps: Tensor | None = None
     entropy: Tensor | None = None
+    divergence: Tensor | None = None

@@ -8,17 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from preftune.configs.base import BaseConfig
+    from preftune.configs.distillation import DistillationConfig
     from preftune.configs.dpo import DPOConfig
     from preftune.configs.grpo import GRPOConfig
     from preftune.configs.kto import KTOConfig
     from preftune.configs.model import ModelConfig, get_kbit_device_map, get_peft_config, get_quantization_config
     from preftune.configs.offline import OfflineConfig
-    from preftune.configs.online import OnlineConfig
+    from preftune.configs.online import OnlineConfig, RewardedConfig
     from preftune.configs.reference import ReferenceConfig, StorableReferenceConfig
     from preftune.configs.reward import RewardConfig
     from preftune.configs.rloo import RLOOConfig
     from preftune.configs.rollout import RolloutConfig
     from preftune.configs.script import DatasetConfig, DatasetMixtureConfig, ScriptArguments
+    from preftune.configs.sdft import SDFTConfig
+    from preftune.configs.sdpo import SDPOConfig
     from preftune.configs.sft import SFTConfig
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "DPOConfig",
     "DatasetConfig",
     "DatasetMixtureConfig",
+    "DistillationConfig",
     "GRPOConfig",
     "KTOConfig",
     "ModelConfig",
@@ -34,7 +38,10 @@ __all__ = [
     "RLOOConfig",
     "ReferenceConfig",
     "RewardConfig",
+    "RewardedConfig",
     "RolloutConfig",
+    "SDFTConfig",
+    "SDPOConfig",
     "SFTConfig",
     "ScriptArguments",
     "StorableReferenceConfig",
@@ -45,17 +52,20 @@ __all__ = [
 
 _MODULES = {
     "base": ["BaseConfig"],
+    "distillation": ["DistillationConfig"],
     "dpo": ["DPOConfig"],
     "grpo": ["GRPOConfig"],
     "kto": ["KTOConfig"],
     "model": ["ModelConfig", "get_kbit_device_map", "get_peft_config", "get_quantization_config"],
     "offline": ["OfflineConfig"],
-    "online": ["OnlineConfig"],
+    "online": ["OnlineConfig", "RewardedConfig"],
     "reference": ["ReferenceConfig", "StorableReferenceConfig"],
     "reward": ["RewardConfig"],
     "rloo": ["RLOOConfig"],
     "rollout": ["RolloutConfig"],
     "script": ["DatasetConfig", "DatasetMixtureConfig", "ScriptArguments"],
+    "sdft": ["SDFTConfig"],
+    "sdpo": ["SDPOConfig"],
     "sft": ["SFTConfig"],
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -51,6 +51,12 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+def with_default(config: type, name: str, default: Any) -> Any:
+    """The option `name` of a config class with another default, for a subclass; its text and rules stay."""
+    declared = next(f for f in dataclasses.fields(config) if f.name == name)
+    return dataclasses.field(default=default, metadata=declared.metadata)
+
+
 def did_you_mean(wrong: str, allowed: Iterable[str], form: Callable[[str], str] = repr) -> str:
     """`"; did you mean 'sigmoid'?"` for the nearest allowed name, or `""` where none is near."""
     names = list(allowed)

@@ -1,4 +1,4 @@
-"""Options that GRPO and RLOO share: rewards, the policy's trust region, the reference, tables of completions.
+"""Options of trainers with rewards, and those that GRPO and RLOO share: the policy's trust region, the reference.
 
 A reference exists where `beta` is above 0, and only then can it move.
 """
@@ -17,13 +17,9 @@ ON_REWARD_ERROR = ("raise", "none")
 
 
 @dataclass(repr=False)
-class OnlineConfig(RolloutConfig, ReferenceConfig):
-    """Learning from rewards of the policy's own completions."""
+class RewardedConfig(RolloutConfig):
+    """How the policy's own completions are given rewards."""
 
-    learning_rate: float = option(1e-6, "Peak learning rate of the optimizer.", low=0)
-    beta: float = option(0.0, "Weight of the KL divergence from the reference; 0: there is no reference model.", low=0)
-    epsilon: float = option(0.2, "How far the ratio of new to old policy may move from 1 before it is clipped.", low=0)
-    epsilon_high: float | None = option(None, "The same upwards, where it differs. Unset: epsilon.", low=0)
     reward_weights: list[float] | None = option(None, "A weight for each reward function. Unset: 1 each.")
     reward_timeout: float | None = option(
         None, "Seconds that one call of a reward function may take. Unset: any time.", above=0
@@ -36,15 +32,22 @@ class OnlineConfig(RolloutConfig, ReferenceConfig):
     reward_processes: int = option(
         0, "Processes for reward functions that are busy on the CPU. 0: they run in the trainer's.", low=0
     )
-    mask_truncated_completions: bool = option(
-        False, "Leave completions that ran out of max_completion_length out of the loss; their rewards still count."
-    )
-    log_completions: bool = option(False, "Show a table of completions, rewards and advantages at each log.")
-    log_multimodal: bool = option(
-        True, "Accepted for scripts that come from TRL and without effect: tables of completions have no images."
-    )
-    num_completions_to_print: int | None = option(None, "Rows of the table on the console. Unset: all; 0: none.")
-    log_unique_prompts: bool = option(False, "One row a prompt in the tables sent to trackers.")
+
+    def _check(self) -> None:
+        super()._check()
+        for weight in self.reward_weights or []:
+            if not math.isfinite(weight):
+                raise ConfigError(f"reward_weights has {weight!r}; give a finite number for each reward function.")
+
+
+@dataclass(repr=False)
+class OnlineConfig(RewardedConfig, ReferenceConfig):
+    """Learning from rewards of the policy's own completions."""
+
+    learning_rate: float = option(1e-6, "Peak learning rate of the optimizer.", low=0)
+    beta: float = option(0.0, "Weight of the KL divergence from the reference; 0: there is no reference model.", low=0)
+    epsilon: float = option(0.2, "How far the ratio of new to old policy may move from 1 before it is clipped.", low=0)
+    epsilon_high: float | None = option(None, "The same upwards, where it differs. Unset: epsilon.", low=0)
 
     def _check(self) -> None:
         super()._check()
@@ -53,6 +56,3 @@ class OnlineConfig(RolloutConfig, ReferenceConfig):
                 f"{self.moving_reference}=True moves the reference model, but with beta=0 there is none. Set beta "
                 f"above 0 (0.04 is usual), or {self.moving_reference}=False."
             )
-        for weight in self.reward_weights or []:
-            if not math.isfinite(weight):
-                raise ConfigError(f"reward_weights has {weight!r}; give a finite number for each reward function.")

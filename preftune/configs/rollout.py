@@ -83,6 +83,15 @@ class RolloutConfig(BaseConfig):
         None, "Micro-batches of a generation round. Unset: gradient_accumulation_steps, one round a step.", low=1
     )
     max_completion_length: int = option(512, "Most tokens of a completion.", low=1)
+    mask_truncated_completions: bool = option(
+        False, "Leave completions that ran out of max_completion_length out of the loss; their rewards still count."
+    )
+    log_completions: bool = option(False, "Show a table of completions, rewards and advantages at each log.")
+    log_multimodal: bool = option(
+        True, "Show the images that stand in the messages of prompts beside them in the tables sent to trackers."
+    )
+    num_completions_to_print: int | None = option(None, "Rows of the table on the console. Unset: all; 0: none.")
+    log_unique_prompts: bool = option(False, "One row a prompt in the tables sent to trackers.")
     pad_to_multiple_of: int | str | None = option(
         "auto",
         "Accepted for scripts that come from TRL and without effect: rows are padded to their longest, or not at all.",
@@ -198,12 +207,6 @@ class RolloutConfig(BaseConfig):
                 f"{' and '.join(self._backends_asked.values())} name different rollout backends. Keep one of them."
             )
         self._check_vllm()
-        parallel = self.parallelism_config
-        if parallel is not None and ((parallel.cp_size or 1) > 1 or (parallel.sp_size or 1) > 1):
-            raise ConfigError(
-                f"parallelism_config splits sequences (cp_size={parallel.cp_size}, sp_size={parallel.sp_size}), which "
-                "online trainers cannot do. Set both to 1."
-            )
 
     def _check_vllm(self) -> None:
         """vLLM runs as a server; what would be asked of one in this process is refused, or said to be elsewhere."""

@@ -27,7 +27,7 @@ class SFTConfig(OfflineConfig):
 
     learning_rate: float = option(2e-5, "Peak learning rate of the optimizer.", low=0)
     chat_template_path: str | None = option(
-        None, "A Jinja file, or a tokenizer (folder or hub name), whose chat template is used."
+        None, "A Jinja file, or a tokenizer (folder or hub name), whose chat template is used and saved with the model."
     )
     dataset_text_field: str = option("text", "The column of plain-text rows.")
     dataset_kwargs: dict[str, Any] | str | None = option(

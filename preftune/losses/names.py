@@ -37,6 +37,8 @@ IMPORTANCE_LEVELS: tuple[str, ...] = ("token", "sequence")
 REWARD_SCALES: tuple[str, ...] = ("group", "batch", "none")
 REWARD_AGGREGATIONS: tuple[str, ...] = ("sum_then_normalize", "normalize_then_sum")
 SAMPLER_CORRECTIONS: tuple[str, ...] = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+DISTILLATION_MODES: tuple[str, ...] = ("full_logits", "topk_logits", "sampled_token")
+TEACHER_KINDS: tuple[str, ...] = ("live", "base", "ema")
 DIVERGENCES: tuple[str, ...] = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 
 # What every pair loss is offered by keyword.

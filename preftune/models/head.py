@@ -122,14 +122,25 @@ def generic_scores(
 ) -> Float[Tensor, "T k"]:
     """Packed scores through any head, chunk by chunk, each run again in the backward (adapters, quantised heads)."""
 
-    def one(hidden: Tensor, targets: Tensor) -> Tensor:
-        return scores_from_logits(logits_of(hidden), targets, options)
+    def one(hidden: Tensor, at: slice) -> Tensor:
+        return scores_from_logits(logits_of(hidden), targets_T[at], options)
 
-    size = options.sizes_on(hidden_TH.device).chunk(vocabulary, torch.float32)
-    chunks = zip(hidden_TH.split(size), targets_T.split(size), strict=True)
+    return in_chunks(one, hidden_TH, vocabulary, options.sizes_on(hidden_TH.device))
+
+
+def in_chunks(
+    columns_of: Callable[[Tensor, slice], Tensor],
+    hidden_TH: Float[Tensor, "T H"],
+    vocabulary: int,
+    sizes: HeadSizes | None = None,
+) -> Float[Tensor, "T k"]:
+    """`columns_of(hidden states, which tokens they are of)` chunk by chunk, each run again in the backward."""
+    sizes = sizes or sizes_for(hidden_TH.device.type)
+    size = sizes.chunk(vocabulary, torch.float32)
+    chunks = [(h, slice(n * size, n * size + len(h))) for n, h in enumerate(hidden_TH.split(size))]
     if torch.is_grad_enabled():
-        return torch.cat([checkpoint(one, h, y, use_reentrant=False) for h, y in chunks])  # pyright: ignore
-    return torch.cat([one(h, y) for h, y in chunks])
+        return torch.cat([checkpoint(columns_of, h, at, use_reentrant=False) for h, at in chunks])  # pyright: ignore
+    return torch.cat([columns_of(h, at) for h, at in chunks])
 
 
 def _output(name: str, z: Tensor, logps_TV: Tensor, probs_TV: Tensor | None, targets_T: Tensor) -> Tensor:

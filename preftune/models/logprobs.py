@@ -5,7 +5,7 @@ The model (wrapped or not) is called once, and its head answers with scores inst
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -20,11 +20,20 @@ from preftune.models.attention import Layout, is_active, scoring
 from preftune.models.distributed import callable_alone
 from preftune.models.head import OUTPUTS, HeadOptions, LogitTransform, generic_scores, linear_scores
 from preftune.models.inputs import ModelInputs, pooling_inputs, scoring_inputs
-from preftune.models.probe import HeadPlan, LayoutChoice, choose_layout, head_plan
+from preftune.models.probe import LayoutChoice, choose_layout, head_plan
 from preftune.models.redirect import Redirect, redirected, restored
 from preftune.types import PromptTree, TokenScores
 
-__all__ = ["Layout", "LayoutChoice", "branch_values", "choose_layout", "scoring", "token_scores"]
+__all__ = [
+    "Layout",
+    "LayoutChoice",
+    "branch_values",
+    "choose_layout",
+    "head_answers",
+    "logit_transform",
+    "scoring",
+    "token_scores",
+]
 
 
 def token_scores(
@@ -55,17 +64,19 @@ def token_scores(
             f"token_scores got outputs {sorted(outputs)} and temperature {temperature}; "
             f"outputs are among {', '.join(OUTPUTS)}, and the temperature is above 0"
         )
-    plan = head_plan(model)
     names = tuple(name for name in OUTPUTS if name in outputs)
-    inputs = scoring_inputs(tree, layout)
-    if plan.full_logits:
-        options = HeadOptions(names, LogitTransform(temperature=temperature), entropy_has_grad=entropy_has_grad)
-        packed, aux_loss = _from_logits(model, tree, inputs, layout, options)
-    else:
-        transform = replace(plan.transform, temperature=temperature)
-        options = HeadOptions(names, transform, entropy_has_grad=entropy_has_grad)
-        packed, aux_loss = _from_head(model, tree, inputs, layout, options, plan)
-    columns = packed.to(tree.input_ids.device).unbind(1)  # a model spread over devices answers on its last one
+    options = HeadOptions(names, logit_transform(model, temperature), entropy_has_grad=entropy_has_grad)
+
+    def compute(head: Redirect | None, hidden: Tensor) -> Tensor:
+        targets = tree.target_ids.to(hidden.device)
+        if head is None:
+            return generic_scores(lambda z: z, hidden, targets, hidden.shape[-1], options)
+        if head.is_linear and not options.entropy_has_grad:
+            return linear_scores(hidden, head.module.weight, head.module.bias, targets, options)  # pyright: ignore
+        return generic_scores(head.original, hidden, targets, structure.vocabulary_size(model), options)
+
+    packed, aux_loss = head_answers(model, tree, compute, layout=layout)
+    columns = packed.unbind(1)
     extra = {
         name: column if name == "entropy" and entropy_has_grad else column.detach()
         for name, column in zip(names, columns[1:], strict=True)
@@ -73,37 +84,37 @@ def token_scores(
     return TokenScores(columns[0], tree.branch_index, tree.num_branches, aux_loss=aux_loss, **extra)
 
 
-def _from_head(
-    model: nn.Module, tree: PromptTree, inputs: ModelInputs, layout: Layout, options: HeadOptions, plan: HeadPlan
-) -> tuple[Tensor, Tensor | None]:
-    head = structure.output_head(model)
-    assert head is not None, "a plan without full logits has a head"
-    vocabulary = structure.vocabulary_size(model)
-    with restored(model, plan.neutralised) as neutralise:
-
-        def answer(redirect: Redirect, states: Tensor) -> Tensor:
-            neutralise()
-            hidden = inputs.pick(states)
-            targets = tree.target_ids.to(hidden.device)
-            if redirect.is_linear and not options.entropy_has_grad:
-                weight, bias = redirect.module.weight, redirect.module.bias
-                packed = linear_scores(hidden, weight, bias, targets, options)  # pyright: ignore
-            else:
-                packed = generic_scores(redirect.original, hidden, targets, vocabulary, options)
-            return _split(packed)[None]
-
-        with redirected(head, answer):
-            output = _call(model, inputs, layout)
-    return _join(output.logits[0]), output.get("aux_loss")
+def logit_transform(model: nn.Module, temperature: float) -> LogitTransform:
+    """What to do to the output of the head that `head_answers` gives, before softmax."""
+    return replace(head_plan(model).transform, temperature=temperature)
 
 
-def _from_logits(
-    model: nn.Module, tree: PromptTree, inputs: ModelInputs, layout: Layout, options: HeadOptions
-) -> tuple[Tensor, Tensor | None]:
-    output = _call(model, inputs, layout)
-    logits = inputs.pick(output.logits)
-    packed = generic_scores(lambda z: z, logits, tree.target_ids.to(logits.device), logits.shape[-1], options)
-    return packed, output.get("aux_loss")
+def head_answers(
+    model: nn.Module, tree: PromptTree, compute: Callable[[Redirect | None, Tensor], Tensor], *, layout: Layout
+) -> tuple[Float[Tensor, "T k"], Tensor | None]:
+    """Float32 columns that `compute(head, hidden)` gives in place of logits, on the tree's device, and `aux_loss`.
+
+    Called once, within the model's forward, with the hidden states `[T, H]` that predict the scored tokens; the head
+    is None where the family's logits must be used themselves, which then stand in place of hidden states.
+    """
+    plan, inputs = head_plan(model), scoring_inputs(tree, layout)
+    if plan.full_logits:
+        output = _call(model, inputs, layout)
+        packed = compute(None, inputs.pick(output.logits))
+    else:
+        head = structure.output_head(model)
+        assert head is not None, "a plan without full logits has a head"
+        with restored(model, plan.neutralised) as neutralise:
+
+            def answer(redirect: Redirect, states: Tensor) -> Tensor:
+                neutralise()
+                return _split(compute(redirect, inputs.pick(states)))[None]
+
+            with redirected(head, answer):
+                output = _call(model, inputs, layout)
+        packed = _join(output.logits[0])
+    # a model spread over devices answers on its last one
+    return packed.to(tree.input_ids.device), output.get("aux_loss")
 
 
 def branch_values(model: nn.Module, tree: PromptTree, *, layout: Layout) -> Float[Tensor, " B"]:

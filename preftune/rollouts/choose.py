@@ -17,6 +17,7 @@ from preftune.rollouts.base import RolloutBackend
 from preftune.rollouts.continuous import ContinuousBackend
 from preftune.rollouts.http import server_url
 from preftune.rollouts.local import LocalBackend
+from preftune.rollouts.sampling import generation_config
 from preftune.rollouts.server import ServerBackend
 from preftune.rollouts.transfer import NcclTransfer, ReloadTransfer
 from preftune.rollouts.weights import check_mergeable
@@ -47,6 +48,7 @@ def make_backend(args: RolloutConfig, model: nn.Module, tokenizer: Any) -> Rollo
     """The backend that `args` ask for, for this policy."""
     if args.resolved_rollout_backend == "server":
         return _server(args, model)
+    generation_config(sampling_of(args, ()))  # names a wrong option now, not in the first round
     if args.resolved_rollout_backend == "continuous":
         return ContinuousBackend(model, options=cast(Any, args.transformers_continuous_batching_config))
     return LocalBackend(model, pad_token_id=tokenizer.pad_token_id, precision=args.rollout_precision)  # pyright: ignore

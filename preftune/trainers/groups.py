@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ class Group:
         numbers: R numbers of the completions among those of this rank's round.
         logps: Per-token log-probabilities by whose they are ("sampler", "old", "ref"): R arrays, one value for each
             token whose mask is set.
+        teacher_prompts: What a teacher is asked instead of the prompt: R lists of token ids, empty for a completion
+            that has no teacher; no list at all where none has.
     """
 
     prompt_ids: Sequence[int]
@@ -37,6 +40,7 @@ class Group:
     advantages: np.ndarray
     numbers: Sequence[int]
     logps: Mapping[str, list[np.ndarray]] = field(default_factory=dict)
+    teacher_prompts: Sequence[Sequence[int]] = ()
 
     @property
     def rows(self) -> int:
@@ -61,6 +65,11 @@ class Group:
         """Whether all advantages are 0, so that the policy gradient is exactly 0."""
         return not np.any(self.advantages)
 
+    @property
+    def taught(self) -> list[int]:
+        """The completions that have a teacher."""
+        return [i for i, prompt in enumerate(self.teacher_prompts) if len(prompt)]
+
     def select(self, rows: Sequence[int]) -> Group:
         """The group of some of its completions."""
         return Group(
@@ -70,40 +79,62 @@ class Group:
             self.advantages[list(rows)],
             [self.numbers[i] for i in rows],
             {name: [values[i] for i in rows] for name, values in self.logps.items()},
+            [self.teacher_prompts[i] for i in rows] if self.teacher_prompts else (),
         )
 
     def with_logps(self, name: str, by_number: Mapping[int, np.ndarray]) -> Group:
         """The group with another kind of log-probabilities, given by the number of the completion."""
         return replace(self, logps={**self.logps, name: [by_number[n] for n in self.numbers]})
 
+    def with_teacher_prompts(self, by_number: Mapping[int, Sequence[int]]) -> Group:
+        """The group with what the teacher is asked of each completion; of those that are not named, nothing."""
+        return replace(self, teacher_prompts=[by_number.get(n, ()) for n in self.numbers])
+
     def with_advantages(self, by_number: np.ndarray) -> Group:
         return replace(self, advantages=by_number[list(self.numbers)])
 
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain values, for a checkpoint."""
+        teacher = {
+            "teacher_prompts": _flat_ids(self.teacher_prompts),
+            "teacher_lengths": _lengths(self.teacher_prompts),
+        }
         return {
             "prompt_ids": torch.tensor(self.prompt_ids),
-            "completion_ids": torch.tensor([token for ids in self.completion_ids for token in ids], dtype=torch.int64),
-            "lengths": [len(ids) for ids in self.completion_ids],
+            "completion_ids": _flat_ids(self.completion_ids),
+            "lengths": _lengths(self.completion_ids),
             "masks": torch.from_numpy(np.concatenate(self.masks)),
             "advantages": torch.from_numpy(self.advantages),
             "numbers": list(self.numbers),
             "logps": {name: torch.from_numpy(np.concatenate(values)) for name, values in self.logps.items()},
+            **(teacher if self.teacher_prompts else {}),
         }
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Group:
-        ends = np.cumsum(state["lengths"])[:-1]
-        masks = np.split(state["masks"].numpy(), ends)
+        masks = np.split(state["masks"].numpy(), np.cumsum(state["lengths"])[:-1])
         scored = np.cumsum([mask.sum() for mask in masks])[:-1]
         return cls(
             state["prompt_ids"].tolist(),
-            [part.tolist() for part in np.split(state["completion_ids"].numpy(), ends)],
+            _lists(state["completion_ids"], state["lengths"]),
             masks,
             state["advantages"].numpy(),
             state["numbers"],
             {name: np.split(values.numpy(), scored) for name, values in state["logps"].items()},
+            _lists(state["teacher_prompts"], state["teacher_lengths"]) if "teacher_prompts" in state else (),
         )
+
+
+def _flat_ids(lists: Sequence[Sequence[int]]) -> Tensor:
+    return torch.tensor([token for ids in lists for token in ids], dtype=torch.int64)
+
+
+def _lengths(lists: Sequence[Sequence[int]]) -> list[int]:
+    return [len(ids) for ids in lists]
+
+
+def _lists(flat: Tensor, lengths: Sequence[int]) -> list[list[int]]:
+    return [part.tolist() for part in np.split(flat.numpy(), np.cumsum(lengths)[:-1])]
 
 
 def cut_into(groups: Iterable[Group], rows: int) -> list[list[Group]]:
@@ -143,6 +174,40 @@ def within_budget(groups: Sequence[Group], max_tokens: int | None) -> list[list[
             bins[place].append(piece)
             room[place] -= piece.flat_tokens
     return bins
+
+
+def in_order(groups: Sequence[Group], max_tokens: int | None) -> list[list[Group]]:
+    """Groups in parts of at most `max_tokens` flat tokens as `within_budget`, the completions in their order."""
+    if max_tokens is None:
+        return [list(groups)]
+    parts: list[list[Group]] = [[]]
+    room = max_tokens
+    for piece in (piece for group in groups for piece in _pieces(group, max_tokens)):
+        if parts[-1] and piece.flat_tokens > room:
+            parts.append([])
+            room = max_tokens
+        parts[-1].append(piece)
+        room -= piece.flat_tokens
+    return parts
+
+
+def teacher_groups(groups: Sequence[Group], *, everywhere: bool = False) -> list[Group]:
+    """The completions that have a teacher after its prompt, in their order; neighbours with one prompt are one group.
+
+    Args:
+        everywhere: Completions without a teacher too, after the prompt that they have.
+    """
+    rows: list[tuple[list[int], Group]] = []
+    for group in groups:
+        for i in range(group.rows) if everywhere else group.taught:
+            prompt = group.teacher_prompts[i] if i in group.taught else group.prompt_ids
+            rows.append((list(prompt), group.select([i])))
+    made = []
+    for prompt, same in groupby(rows, lambda row: row[0]):
+        one = [row for _, row in same]
+        ids, masks = [r.completion_ids[0] for r in one], [r.masks[0] for r in one]
+        made.append(Group(prompt, ids, masks, np.zeros(len(one)), [r.numbers[0] for r in one]))
+    return made
 
 
 def _pieces(group: Group, max_tokens: int) -> list[Group]:

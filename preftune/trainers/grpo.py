@@ -22,7 +22,8 @@ from preftune.losses.policy_gradient import policy_loss
 from preftune.rollouts.base import RolloutBackend
 from preftune.rollouts.function import FunctionRollouts, RolloutFunc
 from preftune.trainers.agents import prompts_or_empty, tool_rollouts, toolbox_of, with_own_rewards
-from preftune.trainers.base import EvalData, RawData, default_output_dir
+from preftune.trainers.arguments import own_config
+from preftune.trainers.base import EvalData, RawData
 from preftune.trainers.online import OnlineTrainer
 from preftune.trainers.shares import Batch
 from preftune.trainers.step import StepTotals
@@ -75,8 +76,7 @@ class GRPOTrainer(OnlineTrainer):
         *,
         rollout_backend: RolloutBackend | None = None,
     ) -> None:
-        if args is None:
-            args = GRPOConfig(default_output_dir(model, self.name))
+        args = cast(GRPOConfig, own_config(self.config_class, args, model, self.name))
         self._toolbox = toolbox_of(args, tools, environment_factory, rollout_func)
         self.rollout_columns = None if rollout_func is not None else ()
         if self._toolbox is not None:

@@ -19,7 +19,7 @@ from preftune.models.reference import LiveReference, ReferenceModel
 from preftune.models.reference_base import evaluating
 from preftune.trainers.groups import Group, by_number, cut_into, row_index, stored_values, tree_of, within_budget
 from preftune.trainers.metrics import RunningMetrics
-from preftune.types import LossOutput, PolicyTokens, TokenScores
+from preftune.types import LossOutput, PolicyTokens, PromptTree, TokenScores
 
 AGREEMENT = 1e-4
 """Largest gap at which the sampler's log-probabilities stand for the policy's own."""
@@ -115,15 +115,15 @@ def stand_in(groups: Sequence[Group]) -> Group:
 
 
 def learning_parts(
-    groups: Sequence[Group], *, keep_flat: bool, max_tokens: int | None
+    groups: Sequence[Group], *, has_gradient: Callable[[Group], bool], max_tokens: int | None
 ) -> list[tuple[list[Group], bool]]:
     """Micro-batches within the budget, and whether each has a gradient; those without one come first.
 
-    Groups whose advantages are all 0 have the gradient 0 exactly, unless `keep_flat` says otherwise. One part at least
-    has a backward pass, so that optimizer and ranks take their step: where all are flat, that of one completion.
+    One part at least has a backward pass, so that optimizer and ranks take their step: where no group has a gradient,
+    that of one completion.
     """
-    flat = [] if keep_flat else [group for group in groups if group.is_flat]
-    learning = [group for group in groups if keep_flat or not group.is_flat]
+    learning = [group for group in groups if has_gradient(group)]
+    flat = [group for group in groups if not has_gradient(group)]
     if not learning:
         smallest = min(range(len(flat)), key=lambda i: flat[i].flat_tokens)
         whole = flat.pop(smallest)
@@ -143,7 +143,7 @@ def policy_tokens(
     entropy_has_grad: bool,
     device: Any,
 ) -> tuple[PolicyTokens, TokenScores]:
-    """What the loss sees of the groups, in one forward; gradients flow into `logps`, and `entropy` where asked."""
+    """What a loss sees of the groups, in one forward; gradients flow into `logps`, and `entropy` where asked."""
     tree = tree_of(groups).to(device)
     scores = token_scores(
         model,
@@ -153,7 +153,18 @@ def policy_tokens(
         outputs=frozenset({"entropy"}),
         entropy_has_grad=entropy_has_grad,
     )
-    index = row_index(groups, tree)
+    return as_rows(groups, tree, scores, on_policy=on_policy), scores
+
+
+def as_rows(
+    groups: Sequence[Group], tree: PromptTree, scores: TokenScores, *, on_policy: bool, divergence: Tensor | None = None
+) -> PolicyTokens:
+    """Scores of the groups' tree, with what is stored of its tokens, as rows.
+
+    Args:
+        divergence: `[T]` of each scored token.
+    """
+    index, device = row_index(groups, tree), scores.logps.device
 
     def stored(name: str) -> Tensor | None:
         values = stored_values(groups, name, device)
@@ -161,7 +172,7 @@ def policy_tokens(
 
     assert scores.entropy is not None
     advantages = torch.from_numpy(np.concatenate([group.advantages for group in groups])).float()
-    tokens = PolicyTokens(
+    return PolicyTokens(
         logps=index.rows(scores.logps),
         old_logps=None if on_policy else stored("old"),
         advantages=advantages.to(device),
@@ -169,8 +180,8 @@ def policy_tokens(
         ref_logps=stored("ref"),
         sampler_logps=stored("sampler"),
         entropy=index.rows(scores.entropy),
+        divergence=None if divergence is None else index.rows(divergence),
     )
-    return tokens, scores
 
 
 def record_tokens(metrics: RunningMetrics, tokens: PolicyTokens, output: LossOutput) -> None:

@@ -70,25 +70,32 @@ class OnlineTrainer(RoundTrainer):
     @property
     def learns_from_flat(self) -> bool:
         """Whether completions whose advantage is 0 have a gradient all the same."""
-        return self.reference is not None or bool(self.aux_loss_coef) or self.entropy_coef != 0
+        return self.penalty_reference is not None or bool(self.aux_loss_coef) or self.entropy_coef != 0
+
+    def has_gradient(self, group: Group) -> bool:
+        """Whether the policy can learn from a group; its gradient is exactly 0 otherwise, and it is only looked at."""
+        return self.learns_from_flat or not group.is_flat
 
     def micro_batches(self, batch: Batch) -> list[Batch]:
         """Parts within the token budget; groups whose gradient is exactly 0 come first and are only looked at."""
         groups = with_tokens(batch["groups"])
         if not groups:
             return [batch | {"groups": [stand_in(batch["groups"])], "repeated": True}]
+        backward_for_all = self.is_sharded or not self.model.training
         parts = learning_parts(
             groups,
-            keep_flat=self.learns_from_flat or self.is_sharded or not self.model.training,
-            max_tokens=self.args.max_tokens_per_micro_batch,
+            has_gradient=lambda group: backward_for_all or self.has_gradient(group),
+            max_tokens=self.token_budget(max(group.flat_tokens for group in groups)),
         )
         return [batch | {"groups": few, "learns": learns} for few, learns in parts]
 
     def batch_loss(self, model: nn.Module, batch: Batch, totals: StepTotals) -> Tensor:
         tokens, scores = self.tokens_of(model, batch)
-        output = self.loss(tokens)
-        share = self.reduce(output.loss, tokens.mask, totals)
+        share, output = self.loss_share(tokens, totals)
         if self.entropy_coef:
+            rows = len(tokens.advantages) / totals.counts["rows"]
+            self.metrics.add("policy_loss", share / rows, rows)
+            self.metrics.add("entropy_coef", torch.full_like(rows, self.entropy_coef), rows)
             share = share - self.entropy_coef * self.entropy_bonus(tokens, totals)
         if scores.aux_loss is not None and self.aux_loss_coef:
             rows = len(tokens.advantages) / totals.counts["rows"].float()
@@ -98,6 +105,11 @@ class OnlineTrainer(RoundTrainer):
             self.observe(tokens)
         record_tokens(self.metrics, tokens, output)
         return share
+
+    def loss_share(self, tokens: PolicyTokens, totals: StepTotals) -> tuple[Tensor, LossOutput]:
+        """`loss` as this batch's share of the step's, and what it reports."""
+        output = self.loss(tokens)
+        return self.reduce(output.loss, tokens.mask, totals), output
 
     def observe(self, tokens: PolicyTokens) -> None:
         """Called with what every micro-batch of a training step saw; does nothing unless an algorithm overrides it."""
@@ -135,8 +147,9 @@ class OnlineTrainer(RoundTrainer):
             self._follow(self.model, self.state.global_step)
             rollouts = self.rollout(rows, size, self.sampling, stream)
             scored = self.score(rows, rollouts, seed_of(self.args.seed, EVALUATION, *inputs["numbers"]))
-            groups = self._with_logps(self._groups_of(rollouts, range(len(rows))), old=False)
+            groups = self.with_logps(self.grouped(rollouts, range(len(rows))), old=False)
             groups = self.compare(groups, scored, size, self.eval_metrics)
+            groups = self.extended(groups, rows, scored, self.eval_metrics)
             show_completions(self, "eval", scored, [] if inputs["repeated"] else groups)
             for group in groups:
                 batch = {"groups": [group], "on_policy": True, "is_first_pass": False, "repeated": False}

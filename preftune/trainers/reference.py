@@ -47,7 +47,7 @@ def attach_reference(
         ref_model=module,
         peft_is_fresh=peft_is_fresh,
         ref_adapter_name=adapter,
-        will_move=args.sync_ref_model or args.bema_ref_model or any(map(moves_reference, callbacks)),
+        will_move=args.moving_reference is not None or any(map(moves_reference, callbacks)),
         precompute=trainer.stores_reference,
         streams=any(isinstance(rows, IterableDataset) for rows in trainer.held_sets),
     )
@@ -63,7 +63,13 @@ def _given_reference(trainer: BaseTrainer, ref_model: Any) -> tuple[nn.Module | 
     if not isinstance(ref_model, str):
         return ref_model, name
     if peft_model(trainer.model) is None or not is_saved_adapter(ref_model):
-        return load_model(ref_model, auto_class=trainer.auto_class, init_kwargs=args.model_init_kwargs), name
+        module = load_model(
+            ref_model,
+            auto_class=trainer.auto_class,
+            init_kwargs=args.model_init_kwargs,
+            trust_remote_code=args.trust_remote_code,
+        )
+        return module, name
     if name is not None:
         raise ConfigError(
             f"ref_model={ref_model!r} is a saved adapter and ref_adapter_name={name!r} another one; the reference can "

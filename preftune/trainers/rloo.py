@@ -12,6 +12,7 @@ from transformers import PreTrainedModel, TrainerCallback
 
 from preftune.configs.rloo import RLOOConfig
 from preftune.losses.advantages import combine_rewards, leave_one_out, shaped_rewards, whiten
+from preftune.losses.kl import k1
 from preftune.losses.policy_gradient import rloo
 from preftune.rollouts.base import RolloutBackend
 from preftune.trainers.base import EvalData, RawData
@@ -79,7 +80,7 @@ class RLOOTrainer(OnlineTrainer):
 
     def loss(self, tokens: PolicyTokens) -> LossOutput:
         """The clipped surrogate of whole completions, `[B]`."""
-        return rloo(
+        output = rloo(
             tokens.logps,
             tokens.old_logps,
             tokens.advantages,
@@ -87,6 +88,10 @@ class RLOOTrainer(OnlineTrainer):
             epsilon=self.args.epsilon,
             epsilon_high=self.args.epsilon_high,
         )
+        if tokens.ref_logps is None:
+            return output
+        old_logps_BT = tokens.logps.detach() if tokens.old_logps is None else tokens.old_logps
+        return LossOutput(output.loss, {**output.metrics, "kl": k1(old_logps_BT, tokens.ref_logps)})
 
     def reduce(self, loss: Tensor, mask_BT: Tensor, totals: StepTotals) -> Tensor:
         return loss.sum() / totals.counts["rows"].float()

@@ -19,16 +19,19 @@ from torch import Tensor
 from preftune.callbacks.attach import moves_reference
 from preftune.callbacks.round_completions import RoundCompletionsCallback, show_completions
 from preftune.data.columns import column_names
+from preftune.data.mapping import PreparedData
 from preftune.data.prompts import prepare_prompts
 from preftune.data.report import DataReport
 from preftune.data.rounds import MicroStep, RoundLoader, round_loader
 from preftune.errors import CheckpointError, ConfigError
 from preftune.losses.advantages import combine_rewards
 from preftune.models.reference import ReferenceModel
+from preftune.rewards.base import RewardRunner, RewardTable
 from preftune.rollouts.base import RolloutBackend
 from preftune.rollouts.choose import make_backend, sampling_of
 from preftune.rollouts.weights import Follow
-from preftune.trainers.base import RawData, default_output_dir
+from preftune.trainers.arguments import own_config
+from preftune.trainers.base import RawData
 from preftune.trainers.groups import Group, cut_into
 from preftune.trainers.learning import score_groups, summed_gaps, with_logps
 from preftune.trainers.metrics import RunningMetrics
@@ -36,6 +39,7 @@ from preftune.trainers.placing import placed
 from preftune.trainers.rounds import (
     NOT_FOR_REWARDS,
     Division,
+    Figures,
     Round,
     Scored,
     add_figures,
@@ -65,12 +69,13 @@ class RoundTrainer(StepTrainer):
 
     rollout_columns: tuple[str, ...] | None = ()
     columns_read: ClassVar[tuple[str, ...]] = ()
+    learns_from_rewards: ClassVar[bool] = True
     needs_old_logps: ClassVar[bool] = False  # before advantages can be computed
 
     def __init__(
         self,
         model: Any,
-        reward_funcs: Any,
+        reward_funcs: Any = None,
         args: Any = None,
         *,
         reward_processing_classes: Any = None,
@@ -78,20 +83,19 @@ class RoundTrainer(StepTrainer):
         callbacks: list[Any] | None = None,
         **rest: Any,
     ) -> None:
-        if args is None:
-            args = self.config_class(output_dir=default_output_dir(model, self.name))
-        self.needs_reference = args.beta != 0
-        if not self.needs_reference and any(map(moves_reference, callbacks or [])):
-            raise ConfigError(
-                "a callback moves the reference model, and with beta=0 there is none. Set beta above 0, or leave the "
-                "callback out."
-            )
+        args = cast(Any, own_config(self.config_class, args, model, self.name))
+        without = self.why_no_reference(args)
+        self.needs_reference = without is None
+        if without is not None and any(map(moves_reference, callbacks or [])):
+            raise ConfigError(f"a callback moves the reference model, and {without}, or leave the callback out.")
         # before the model is loaded: a reward function that cannot be called is known by now
-        self.rewards = reward_runner(args, reward_funcs, reward_processing_classes)
+        self.rewards: RewardRunner | None = None
+        if self.learns_from_rewards:
+            self.rewards = reward_runner(args, reward_funcs, reward_processing_classes)
         self._round: Round | None = None
         self._is_mid_round = False
         super().__init__(model, args, callbacks=callbacks, **rest)
-        for reward_model in self.rewards.models:
+        for reward_model in self.rewards.models if self.rewards is not None else ():
             reward_model.model.to(self.args.device)
         self.sampling = sampling_of(self.args, self.eos_token_ids)
         self.backend = rollout_backend or make_backend(self.args, self.model, self.tokenizer)
@@ -99,6 +103,17 @@ class RoundTrainer(StepTrainer):
         self._loader: RoundLoader | None = None
         if self.args.log_completions:
             self.add_callback(RoundCompletionsCallback(self))
+
+    # The reference
+
+    def why_no_reference(self, args: Any) -> str | None:
+        """None where these options ask for a reference; else why there is none, and what to do to get one."""
+        return None if args.beta != 0 else "with beta=0 there is none. Set beta above 0"
+
+    @property
+    def penalty_reference(self) -> ReferenceModel | None:
+        """The reference whose log-probabilities are part of the loss, if any."""
+        return self.reference
 
     # Rounds
 
@@ -165,9 +180,10 @@ class RoundTrainer(StepTrainer):
         self._follow(self.model, self.state.global_step)
         rollouts = self.rollout(rows, division.size, self.sampling, stream)
         scored = self.score(rows, rollouts, seed_of(self.args.seed, item.epoch, item.round, self.args.process_index))
-        groups = self._groups_of(rollouts, [prompt for prompt, _ in division.units])
-        groups = self._with_logps(groups, old=is_reused)
+        groups = self.grouped(rollouts, [prompt for prompt, _ in division.units])
+        groups = self.with_logps(groups, old=is_reused)
         groups = self.compare(groups, scored, self.args.num_generations, self.train_metrics, division)
+        groups = self.extended(groups, rows, scored, self.train_metrics, division)
         show_completions(self, "train", scored, groups)
         parts = cut_into(groups, self.args.per_device_train_batch_size)
         self.train_metrics.add("round_time", torch.tensor(time.perf_counter() - started))
@@ -184,6 +200,8 @@ class RoundTrainer(StepTrainer):
         repeated = [row for row in rows for _ in range(len(rollouts.completion_ids) // len(rows))]
         prompts = rollouts.columns.get("prompts") or [row.get("prompt", "") for row in repeated]
         completions = completion_texts(self.tokenizer, prompts, rollouts)
+        if self.rewards is None:
+            return Scored.of(prompts, completions, rollouts, RewardTable(np.zeros((len(completions), 0)), []))
         table = self.rewards.run(
             prompts=prompts,
             completions=completions,
@@ -194,7 +212,8 @@ class RoundTrainer(StepTrainer):
         )
         return Scored.of(prompts, completions, rollouts, table)
 
-    def _groups_of(self, rollouts: Rollouts, prompts: Sequence[int]) -> list[Group]:
+    def grouped(self, rollouts: Rollouts, prompts: Sequence[int]) -> list[Group]:
+        """Completions by prompt, with the tokens that are learned from; `prompts` has the number of each unit's."""
         return groups_of(rollouts, prompts, mask_truncated=self.args.mask_truncated_completions)
 
     def compare(
@@ -209,37 +228,58 @@ class RoundTrainer(StepTrainer):
 
         With a `division` completions of all ranks are compared; without (in evaluation) every group is on one rank.
         """
-        figures = scored.figures()
+        figures, functions = scored.figures(), len(scored.table.names)
         kl = summed_gaps(groups, "old", "ref") if self.needs_old_logps else None
         if kl is not None:
             figures = np.column_stack([figures, kl])
         mine = torch.from_numpy(figures).to(self.args.device)
         whole = mine.cpu() if division is None else cast(Tensor, self.accelerator.gather(mine)).cpu()[division.order]
-        functions = len(scored.table.names)
+        add_figures(metrics, length_figures(*whole[:, functions : functions + 2].numpy().T))
+        for name, value in scored.metrics.items():
+            metrics.add(name, torch.tensor(value), torch.tensor(float(len(mine))))
         rewards_PGK = whole[:, :functions].unflatten(0, (-1, size))
         kl_PG = None if kl is None else whole[:, -1].unflatten(0, (-1, size))
         advantages = self.advantages(rewards_PGK, kl_PG).flatten().numpy()
         advantages = advantages if division is None else advantages[division.own]
-        combined_PG = combine_rewards(rewards_PGK, self.reward_weights)
-        add_figures(metrics, reward_figures(scored.table.names, rewards_PGK, combined_PG))
-        add_figures(metrics, length_figures(*whole[:, functions : functions + 2].numpy().T))
-        for name, value in scored.metrics.items():
-            metrics.add(name, torch.tensor(value), torch.tensor(float(len(mine))))
+        if functions:
+            combined_PG = combine_rewards(rewards_PGK, self.reward_weights)
+            add_figures(metrics, self.figures_of_rewards(scored.table.names, rewards_PGK, combined_PG))
         return [group.with_advantages(advantages) for group in groups]
+
+    def figures_of_rewards(self, names: Sequence[str], rewards_PGK: Tensor, combined_PG: Tensor) -> Figures:
+        """What to log of the rewards of a whole round over all ranks."""
+        return reward_figures(names, rewards_PGK, combined_PG)
+
+    def extended(
+        self,
+        groups: list[Group],
+        rows: Sequence[Mapping[str, Any]],
+        scored: Scored,
+        metrics: RunningMetrics,
+        division: Division | None = None,
+    ) -> list[Group]:
+        """Groups with what else an algorithm has to know of them before they are learned from; unchanged by default.
+
+        Args:
+            rows: The row of each unit of completions: of n completions, number i belongs to row i // (n / len(rows)).
+            metrics, division: As for `compare`.
+        """
+        return groups
 
     @property
     def reward_weights(self) -> Tensor:
-        weights = self.args.reward_weights
-        return torch.tensor(weights if weights is not None else [1.0] * len(self.rewards.names), dtype=torch.float64)
+        weights, names = self.args.reward_weights, self.rewards.names if self.rewards is not None else []
+        return torch.tensor(weights if weights is not None else [1.0] * len(names), dtype=torch.float64)
 
     # Log-probabilities of a round
 
-    def _with_logps(self, groups: list[Group], old: bool) -> list[Group]:
+    def with_logps(self, groups: list[Group], old: bool) -> list[Group]:
+        """Groups with the log-probabilities that the loss compares with; with `old` those of the policy as it is."""
         return with_logps(
             groups,
             self._score_groups,
             old=old or self.needs_old_logps,
-            reference=self.reference,
+            reference=self.penalty_reference,
             trusts_sampler=self.sampling.is_plain and self.accelerator.mixed_precision == "no",
         )
 
@@ -262,7 +302,8 @@ class RoundTrainer(StepTrainer):
         try:
             return super().train(*args, **kwargs)
         finally:
-            self.rewards.close()
+            if self.rewards is not None:
+                self.rewards.close()
 
     def rank_state(self) -> dict[str, Any]:
         """The round that is being learned from, where steps on it are still to come."""
@@ -274,8 +315,16 @@ class RoundTrainer(StepTrainer):
         self._round = Round.from_state(state["round"]) if "round" in state else None
 
     def prepare_dataset(self, dataset: RawData, split: str) -> tuple[RawData, DataReport]:
+        prepared = self.prepare_rows(dataset, split)
+        if self.rollout_columns is not None and self.rewards is not None:
+            columns = [name for name in column_names(prepared.dataset) if name not in NOT_FOR_REWARDS]
+            self.rewards.check_columns([*columns, *self.rollout_columns])
+        return prepared.dataset, prepared.report
+
+    def prepare_rows(self, dataset: RawData, split: str) -> PreparedData:
+        """Rows with the ids of their prompts, beside the columns that reward functions and `rollout` read."""
         kept = ("prompt", "image", "images") if self.args.remove_unused_columns else None
-        prepared = prepare_prompts(
+        return prepare_prompts(
             dataset,
             self.tokenizer,
             columns=self.column_map,
@@ -283,10 +332,6 @@ class RoundTrainer(StepTrainer):
             keep_columns=kept,
             name=split,
         )
-        if self.rollout_columns is not None:
-            columns = [name for name in column_names(prepared.dataset) if name not in NOT_FOR_REWARDS]
-            self.rewards.check_columns([*columns, *self.rollout_columns])
-        return prepared.dataset, prepared.report
 
     def default_collator(self) -> None:
         return None  # rounds are never collated: groups become trees when they are scored

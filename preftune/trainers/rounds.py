@@ -143,7 +143,7 @@ def _rows(units: np.ndarray, size: int) -> np.ndarray:
     return (units[:, None] * size + np.arange(size)).reshape(-1)
 
 
-def groups_of(rollouts: Rollouts, prompts: Sequence[int], *, mask_truncated: bool) -> list[Group]:
+def groups_of(rollouts: Rollouts, prompts: Sequence[int], *, mask_truncated: bool, skip: int = 0) -> list[Group]:
     """Completions by prompt, numbered in order, without advantages yet.
 
     A rollout may give each completion a prompt of its own (an environment had something to say): neighbours of the same
@@ -152,6 +152,7 @@ def groups_of(rollouts: Rollouts, prompts: Sequence[int], *, mask_truncated: boo
     Args:
         prompts: The number of each unit's prompt.
         mask_truncated: Whether completions that ran out of their budget are left out of the loss.
+        skip: How many of the first tokens that the policy drew are not learned from.
     """
     count = len(rollouts.completion_ids)
     per_unit, per_prompt = count // len(prompts), rollouts.num_generations
@@ -160,7 +161,7 @@ def groups_of(rollouts: Rollouts, prompts: Sequence[int], *, mask_truncated: boo
         range(count), lambda i: (prompts[i // per_unit], rollouts.prompt_ids[i // per_prompt])
     ):
         rows = list(numbers)
-        masks = [_learned(rollouts, i, mask_truncated) for i in rows]
+        masks = [_learned(rollouts, i, mask_truncated, skip) for i in rows]
         logps = {}
         if rollouts.logps is not None:
             drawn = [np.asarray(rollouts.logps[i], np.float32) for i in rows]
@@ -170,11 +171,12 @@ def groups_of(rollouts: Rollouts, prompts: Sequence[int], *, mask_truncated: boo
     return groups
 
 
-def _learned(rollouts: Rollouts, row: int, mask_truncated: bool) -> np.ndarray:
+def _learned(rollouts: Rollouts, row: int, mask_truncated: bool, skip: int) -> np.ndarray:
     length = len(rollouts.completion_ids[row])
     if mask_truncated and rollouts.finish_reasons[row] == "length":
         return np.zeros(length, bool)
-    return np.ones(length, bool) if rollouts.masks is None else np.asarray(rollouts.masks[row], bool)
+    drawn = np.ones(length, bool) if rollouts.masks is None else np.asarray(rollouts.masks[row], bool)
+    return drawn & (drawn.cumsum() > skip)
 
 
 def completion_texts(tokenizer: Any, prompts: Sequence[Any], rollouts: Rollouts) -> list[Any]:
@@ -198,7 +200,9 @@ def completion_columns(rows: Sequence[Mapping[str, Any]], rollouts: Rollouts) ->
 
 
 Figures = dict[str, tuple[float, float]]
-"""Name -> value and weight; where the last part of a name begins with min or max it is an extreme, without weight."""
+"""Name -> value and weight; where the last part of a name begins or ends with min or max it is an extreme, without
+weight.
+"""
 
 
 def reward_figures(names: Sequence[str], rewards_PGK: Tensor, combined_PG: Tensor) -> Figures:
@@ -224,7 +228,8 @@ def length_figures(lengths: np.ndarray, is_terminated: np.ndarray) -> Figures:
 def add_figures(metrics: RunningMetrics, figures: Figures) -> None:
     """Means by their weights; the extremes over all that is added until the next log."""
     for name, (value, weight) in figures.items():
-        kind = name.rpartition("/")[2].partition("_")[0]
+        words = name.rpartition("/")[2].split("_")
+        kind = words[0] if words[0] in ("min", "max") else words[-1]
         if kind == "min" or kind == "max":
             metrics.add_extreme(name, torch.tensor(value), kind)
         else:

@@ -85,6 +85,8 @@ def test_options_that_contradict(tmp_path, tiny_model, tokenizer, preference_row
         dpo(tmp_path, tiny_model(), tokenizer, rows, sync_ref_model=True, precompute_ref_log_probs=True)
     with pytest.raises(ConfigError, match="model_init_kwargs"):
         dpo(tmp_path, tiny_model(), tokenizer, rows, model_init_kwargs={"revision": "x"})
+    with pytest.warns(FutureWarning), pytest.raises(ConfigError, match="pad_token='<nope>'"):
+        dpo(tmp_path, tiny_model(), tokenizer, rows, pad_token="<nope>")
     with pytest.raises(TypeError, match="PeftConfig"):
         dpo(tmp_path, tiny_model(), tokenizer, rows, peft_config={"r": 4})
 

@@ -107,3 +107,12 @@ def test_grpo_and_rloo(tmp_path, model, tiny_model, tokenizer):
     prompts = Dataset.from_list([{"prompt": row["question"]} for row in rows])
     rloo = load("rloo").train(model, str(tmp_path / "judge"), prompts, str(tmp_path / "b"), **short)
     assert rloo.rewards.names == ["judge"] and len(logged(rloo, "rewards/judge/mean")) == 2
+
+
+def test_sdft_and_sdpo(tmp_path, model):
+    rows = Dataset.from_list([{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(6)])
+    short = SHORT | {"max_completion_length": 5, "per_device_train_batch_size": 8}
+    sdft = load("sdft").train(model, rows, str(tmp_path / "a"), **short)
+    assert sdft.reference.form == "disabled_adapter" and min(logged(sdft, "sdft/distillation_loss")) > 0
+    sdpo = load("sdpo").train(model, rows, str(tmp_path / "b"), **short)
+    assert sdpo.reference.form == "reference_adapter" and len(logged(sdpo, "sdpo/distillation_loss")) == 2

@@ -232,6 +232,23 @@ def test_a_token_budget_changes_no_eval_metric(tmp_path, tiny_model, tokenizer):
         assert found[1][name] == pytest.approx(found[0][name], rel=1e-3), name
 
 
+def test_the_budget_of_a_cpu_divides_no_group(tmp_path, tiny_model, tokenizer, monkeypatch):
+    """A prompt that fills the budget alone would be computed once for each of its completions."""
+    monkeypatch.setattr("preftune.trainers.step._CPU_TOKENS", 1)
+    trainer = build(tmp_path, tiny_model, tokenizer, per_device_train_batch_size=8, max_steps=1)
+    seen = []
+    cut = trainer.micro_batches
+
+    def watched(batch):
+        seen.append([part["groups"] for part in cut(batch)])
+        return cut(batch)
+
+    monkeypatch.setattr(trainer, "micro_batches", watched)
+    trainer.train()
+    parts = seen[0]
+    assert len(parts) > 1 and {g.rows for part in parts for g in part} == {4}
+
+
 def test_numbers_that_rewards_report_are_means(tmp_path, tiny_model, tokenizer):
     """Whatever they are called: 0, 1, 2, ... over three rounds of one log is 1."""
     calls = []

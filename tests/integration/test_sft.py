@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
+from transformers import AutoTokenizer, GenerationConfig, TrainingArguments
 
 from preftune import SFTConfig, SFTTrainer
 from preftune.errors import ConfigError
@@ -116,12 +117,14 @@ def test_compute_metrics_gets_logits_and_labels(tmp_path, tiny_model, tokenizer,
     assert 0 <= metrics["eval_acc"] <= 1 and "eval_loss" in metrics
 
 
+@pytest.mark.filterwarnings("ignore:pad_token is deprecated:FutureWarning")
 @pytest.mark.parametrize(
     "changes,error,words",
     [
         ({"assistant_only_loss": True}, ConfigError, "messages|conversation"),
         ({"completion_only_loss": True}, ConfigError, "prompt.*completion"),
-        ({"eos_token": "<nope>"}, ConfigError, "<nope>"),
+        ({"eos_token": "<nope>"}, ConfigError, "eos_token='<nope>'"),
+        ({"pad_token": "<nope>"}, ConfigError, "pad_token='<nope>'"),
         ({"loss_type": "nlll"}, ConfigError, "nll"),
         ({"packing": True, "packing_strategy": "bdf"}, ConfigError, "bfd"),
     ],
@@ -152,3 +155,57 @@ def test_rows_taken_as_they_are_are_told(tmp_path, tiny_model, tokenizer, caplog
     assert "max_length and packing do not act" in caplog.text
     trainer.train()
     assert logged(trainer, "num_tokens")[-1] >= 60
+
+
+def test_a_mask_without_labels_is_no_label(tmp_path, tiny_model, tokenizer):
+    """Taken as they are they would be scored everywhere; with a collator of one's own that is its affair."""
+    rows = [{"input_ids": [7, 8, 9], "completion_mask": [0, 1, 1]}] * 2
+    skip = {"dataset_kwargs": {"skip_prepare_dataset": True}, "max_steps": 1}
+    with pytest.raises(ConfigError, match=r"train rows.*'completion_mask' but no 'labels'.*would be scored"):
+        build(tmp_path, tiny_model(), tokenizer, rows, **skip)
+    trainer = build(tmp_path, tiny_model(), tokenizer, [{**row, "labels": [-100, 8, 9]} for row in rows], **skip)
+    with pytest.raises(ConfigError, match="eval rows"):
+        trainer.evaluate(Dataset.from_list(rows))
+    SFTTrainer(
+        tiny_model(), SFTConfig(**options(tmp_path, **skip)), lambda rows: rows, Dataset.from_list(rows),
+        processing_class=tokenizer,
+    )  # fmt: skip
+
+
+def test_tokens_and_template_are_used_and_saved(tmp_path, tiny_model, tokenizer, sft_rows):
+    """R054: what ended the texts of training ends them afterwards: in tokenizer, config and generation config."""
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}[{{ m.role }}] {{ m.content }}<|im_end|>{% endfor %}")
+    changes = {"chat_template_path": str(tmp_path / "t.jinja"), "eos_token": "<|im_end|>", "max_steps": 1}
+    trainer = build(tmp_path / "run", tiny_model(), tokenizer, sft_rows["messages"], **changes)
+    assert tokenizer.decode(trainer.train_dataset[0]["input_ids"]).startswith("[user] What")
+    assert tokenizer.eos_token == "<eos>" and tokenizer.chat_template[0] != "["  # the one given stays as it was
+    trainer.train()
+    trainer.save_model()
+    saved = AutoTokenizer.from_pretrained(tmp_path / "run")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert saved.eos_token_id == trainer.model.config.eos_token_id == end
+    assert saved.chat_template.startswith("{% for m in messages %}[")
+    assert end in GenerationConfig.from_pretrained(tmp_path / "run").eos_token_id
+    text = build(tmp_path / "text", tiny_model(), tokenizer, sft_rows["text"], eos_token="<|im_end|>")
+    assert text.train_dataset[0]["input_ids"][-1] == end
+
+
+def test_an_answer_that_nothing_ends_is_said_aloud(tmp_path, tiny_model, make_tokenizer, sft_rows, caplog):
+    """R054: the template ends turns with another token than the one that stops generation."""
+    build(tmp_path, tiny_model(), make_tokenizer("plain"), sft_rows["messages"])
+    assert "the answer ends with no end-of-sequence token" in caplog.text
+    caplog.clear()
+    build(tmp_path, tiny_model(), make_tokenizer("plain"), sft_rows["messages"], eos_token="<|im_end|>")
+    assert "end-of-sequence" not in caplog.text
+
+
+def test_arguments_of_transformers_are_taken(tmp_path, tiny_model, tokenizer, sft_rows):
+    """R175: a plain TrainingArguments, whose missing options have the defaults of SFTConfig."""
+    given = options(tmp_path, max_steps=1)
+    trainer = SFTTrainer(
+        tiny_model(), TrainingArguments(**given), train_dataset=Dataset.from_list(sft_rows["text"]),
+        processing_class=tokenizer,
+    )  # fmt: skip
+    assert isinstance(trainer.args, SFTConfig) and trainer.args.max_length == 1024
+    trainer.train()
+    assert len(logged(trainer, "loss")) == 1

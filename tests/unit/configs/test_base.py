@@ -14,6 +14,7 @@ from accelerate import ParallelismConfig
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from preftune.configs import base
 from preftune.configs.base import BaseConfig
@@ -127,6 +128,8 @@ def test_the_two_names_may_not_disagree(out):
         ({"columns": "{"}, "not JSON"),
         ({"columns": "[1]"}, "JSON list"),
         ({"label_smoothing_factor": 0.1}, "label_smoothing"),
+        ({"parallelism_config": {"tp_size": 2}}, "tp_size=2, which splits layers or sequences"),
+        ({"parallelism_config": ParallelismConfig(sp_size=2)}, "sp_size=2"),
         ({"activation_checkpointing": True, "activation_checkpointing_kwargs": {"selective": True}}, "every_n_layers"),
         ({"use_liger_kernel": True, "liger_kernel_config": {"fused_linear_cross_entropy": True}}, "chunked head"),
     ],
@@ -140,6 +143,15 @@ def test_liger_keeps_its_layers_only(out):
     with pytest.warns(FutureWarning, match="use_liger_kernel"):
         config = BaseConfig(out, use_liger_kernel=True, liger_kernel_config={"rope": True})
     assert config.liger_kernel_config == {"rope": True, "fused_linear_cross_entropy": False}
+
+
+def test_every_rank_reads_rows_of_its_own(out):
+    """Streams must not be read by one rank and cut up; the object that was given stays as it was."""
+    given = AcceleratorConfig(dispatch_batches=True)
+    with pytest.warns(UserWarning, match="dispatch_batches=True has no effect"):
+        config = BaseConfig(out, accelerator_config=given)
+    assert config.accelerator_config.dispatch_batches is False and given.dispatch_batches is True
+    assert BaseConfig(out).accelerator_config.dispatch_batches is False
 
 
 def test_json_holds_no_secret_and_builds_again(out):

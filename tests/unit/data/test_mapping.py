@@ -19,7 +19,10 @@ from datasets import config as datasets_config
 
 from preftune.data import mapping
 from preftune.data.mapping import cache_file, tokenizer_key
+from preftune.data.prompts import prepare_prompts
+from preftune.data.reward import prepare_reward
 from preftune.data.tokenize import prepare_eval, prepare_preference, prepare_sft
+from preftune.data.unpaired import prepare_unpaired
 from preftune.errors import DataFormatError
 from tests.support.tokenizers import make_tokenizer as build_tokenizer
 
@@ -67,6 +70,28 @@ def test_a_second_preparation_tokenizes_nothing(on_disk, preference_rows, calls,
         assert str(again.report) == str(first.report)
         assert again.report.to_dict() == first.report.to_dict()
         assert again.dataset._fingerprint == first.dataset._fingerprint
+
+
+LABELLED = [{"prompt": "q", "completion": "a", "label": n > 0} for n in range(3)]
+PREPARED = {
+    "sft": (prepare_sft, lambda pairs: [{"prompt": row["prompt"], "completion": row["chosen"]} for row in pairs]),
+    "kto": (prepare_unpaired, lambda pairs: LABELLED),
+    "kto_pairs": (prepare_unpaired, lambda pairs: pairs),
+    "reward": (prepare_reward, lambda pairs: pairs),
+    "prompts": (prepare_prompts, lambda pairs: [{"prompt": row["prompt"], "gold": "x"} for row in pairs]),
+}
+
+
+@pytest.mark.parametrize("kind", PREPARED)
+def test_no_kind_of_rows_is_tokenized_twice(preference_rows, calls, make_tokenizer, kind):
+    """R069."""
+    prepare, rows_of = PREPARED[kind]
+    rows, found = rows_of(preference_rows["text"]), []
+    for _ in range(2):
+        found.append(prepare(Dataset.from_list(rows), make_tokenizer()).dataset[:])
+        assert bool(calls) is (len(found) == 1)
+        calls.clear()
+    assert found[0] == found[1]
 
 
 def test_the_key_depends_on_what_changes_ids_only(preference_rows, calls, make_tokenizer):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preftune.data.tree import build_tree, select_branch, select_prompts, split_by_tokens
+from preftune.data.tree import build_tree, scored_lengths, select_branch, select_prompts, split_by_tokens
 from preftune.types import TreeImages
 
 ids = st.lists(st.integers(0, 99), max_size=4)
@@ -47,6 +47,10 @@ def parts(forest):
     return prompts, completions, masks
 
 
+def all_scored(completions):
+    return [[[1] * len(answer) for answer in answers] for answers in completions]
+
+
 def same(one, other):
     return all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
@@ -65,17 +69,17 @@ def test_trees_follow_the_definition(forest):
     assert list(got) == scored
     assert tree.layout == tuple((len(p), tuple(map(len, b))) for p, b in zip(prompts, completions))
     everything = build_tree(prompts, completions)
-    ones = [[[1] * len(answer) for answer in answers] for answers in completions]
-    assert same(everything, build_tree(prompts, completions, ones))
+    assert same(everything, build_tree(prompts, completions, all_scored(completions)))
 
 
 @given(forests, st.data())
 def test_selections_are_trees_of_the_selected(forest, data):
     prompts, completions, masks = parts(forest)
     chosen = data.draw(st.lists(st.sampled_from(range(len(forest))), min_size=1, unique=True))
-    selected = select_prompts(build_tree(prompts, completions, masks), chosen)
-    wanted = build_tree(*([part[p] for p in chosen] for part in (prompts, completions, masks)))
-    assert same(selected, wanted)
+    for marks in (masks, all_scored(completions)):
+        selected = select_prompts(build_tree(prompts, completions, marks), chosen)
+        wanted = build_tree(*([part[p] for p in chosen] for part in (prompts, completions, marks)))
+        assert same(selected, wanted)
 
 
 @given(
@@ -85,10 +89,24 @@ def test_selections_are_trees_of_the_selected(forest, data):
 )
 def test_one_branch_of_each_prompt(forest):
     prompts, completions, masks = parts(forest)
-    tree = build_tree(prompts, completions, masks)
-    for number in range(2):
-        wanted = build_tree(prompts, [[b[number]] for b in completions], [[m[number]] for m in masks])
-        assert same(select_branch(tree, number), wanted)
+    for marks in (masks, all_scored(completions)):
+        tree = build_tree(prompts, completions, marks)
+        for number in range(2):
+            wanted = build_tree(prompts, [[b[number]] for b in completions], [[m[number]] for m in marks])
+            assert same(select_branch(tree, number), wanted)
+
+
+@given(forests)
+def test_what_the_layout_says_of_scored_tokens(forest):
+    """Their numbers, counted in the tree, or nothing where a mask leaves out what could be scored."""
+    prompts, completions, masks = parts(forest)
+    for marks in (masks, all_scored(completions)):
+        tree = build_tree(prompts, completions, marks)
+        counted = torch.bincount(tree.branch_index, minlength=tree.num_branches).tolist()
+        most = [len(answer) - (not prompt) for prompt, b in zip(prompts, completions) for answer in b]
+        lengths = scored_lengths(tree)
+        assert (lengths is not None) == (counted == most)
+        assert lengths is None or sum(lengths, []) == counted
 
 
 @given(forests, st.integers(1, 20))

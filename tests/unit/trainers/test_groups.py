@@ -75,16 +75,20 @@ def test_rows_of_a_tree():
     assert {n: values.tolist() for n, values in found.items()} == {0: [0, 1], 1: [2], 2: [3, 4]}
 
 
+def has_signal(g: Group) -> bool:
+    return not g.is_flat
+
+
 def test_groups_without_signal_are_looked_at_first():
     flat, other = group([1], [[5], [6]], advantages=[0, 0]), group([2], [[7], [8]], start=2, advantages=[1, -1])
-    parts = learning_parts([flat, other], keep_flat=False, max_tokens=None)
+    parts = learning_parts([flat, other], has_gradient=has_signal, max_tokens=None)
     assert [(contents(few), learns) for few, learns in parts] == [(contents([flat]), False), (contents([other]), True)]
-    assert learning_parts([flat, other], keep_flat=True, max_tokens=None) == [([flat, other], True)]
+    assert learning_parts([flat, other], has_gradient=lambda _: True, max_tokens=None) == [([flat, other], True)]
 
 
 def test_where_no_group_has_a_signal_one_completion_takes_the_step():
     flat = [group([1], [[5, 5], [6]], advantages=[0, 0]), group([2], [[7]], start=2, advantages=[0])]
-    parts = learning_parts(flat, keep_flat=False, max_tokens=None)
+    parts = learning_parts(flat, has_gradient=has_signal, max_tokens=None)
     assert [sum(g.rows for g in few) for few, learns in parts if learns] == [1]
     assert contents(g for few, _ in parts for g in few) == contents(flat)
 
