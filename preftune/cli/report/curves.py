@@ -66,6 +66,19 @@ GROUPS: dict[str, tuple[Plot, ...]] = {
         Plot("Spread of rewards", ("reward_std", "rewards/*/std")),
         Plot("Groups without signal", ("frac_reward_zero_std",), "Share of groups whose rewards are all equal."),
     ),
+    "Self-distillation": (
+        Plot("Distance from the teacher", ("self_distillation/distillation_loss", "self_distillation/policy_loss")),
+        Plot(
+            "Attempts and groups that succeed",
+            ("self_distillation/success_sample_fraction", "self_distillation/success_group_fraction"),
+            "Only what has a success or feedback to learn from has a teacher.",
+        ),
+        Plot(
+            "Attempts with a teacher",
+            ("self_distillation/reprompt_sample_fraction", "self_distillation/feedback_used_fraction"),
+        ),
+        Plot("Groups without signal", ("self_distillation/flat_group_fraction",)),
+    ),
     "Policy and reference": (
         Plot("KL to the reference (nats)", ("kl",)),
         Plot("Drift", (DRIFT,), "Norm of policy minus reference."),
