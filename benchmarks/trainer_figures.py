@@ -60,7 +60,7 @@ def side_figures(run: dict[str, Any], side: str) -> dict[str, Any]:
 def decode_figures(run: dict[str, Any], steps: Sequence[Step], shape: ModelShape) -> dict[str, float]:
     """How fast tokens were drawn, and how near the memory's speed: the weights, read once a decoding step."""
     fastest = 1e9 * max(b["gigabytes"] for b in run["bandwidths"])
-    bound = decode_bytes(shape, run["precision"]) / fastest
+    bound = decode_bytes(shape) / fastest
     decoding = [step["rollout"]["wall"] - step["prefill"] for step in steps]
     counts = [step["decode_steps"] for step in steps]
     return {
