@@ -47,7 +47,7 @@ class StepTotals:
     statistics: Any = None
 
 
-# On a CPU smaller pieces take no more time, and only one piece's activations stand in memory.
+# On a CPU smaller pieces take hardly more time (0 to 9 %), and only one piece's activations stand in memory.
 _CPU_TOKENS = 1024
 
 
