@@ -178,12 +178,12 @@ def _keep(kept: KeptRows, rows: _Rows, cache: Cache, steps: int, eos: Tensor, st
     width = rows.ids.shape[1] - steps
     computed = cache.get_seq_length() - width
     drawn = drawn_lengths(rows.ids[:, width:], rows.budgets, eos).clamp(max=computed)
-    leaving = torch.ones_like(rows.done)
-    if staying is not None:
-        leaving[staying] = False
-    for row in leaving.nonzero().flatten().tolist():
-        columns = slice(width - int(rows.positions[row]), width + int(drawn[row]))
-        kept.add(rows.ids[row, columns].tolist(), functools.partial(row_of, cache, row, columns))
+    stay = set() if staying is None else set(staying.tolist())
+    begins, ends = (width - rows.positions).tolist(), (width + drawn).tolist()
+    for row, ids in enumerate(rows.ids.tolist()):
+        if row not in stay:
+            columns = slice(begins[row], ends[row])
+            kept.add(ids[columns], functools.partial(row_of, cache, row, columns))
 
 
 def drawn_lengths(tokens_RS: Tensor, budgets_R: Tensor, eos: Tensor) -> Tensor:

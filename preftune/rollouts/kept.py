@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from preftune.data.encoding import common_prefix_length
 from preftune.rollouts.cache import LayerStates
 
 
@@ -73,9 +74,4 @@ class KeptRows:
         """The number of known tokens, and the place of the sequence that has them."""
         at = self._place(prompt)
         around = [i for i in (at - 1, at) if 0 <= i < len(self._pasts)]
-        return max(((_common(self._pasts[i].ids, prompt[:-1]), i) for i in around), default=(0, -1))
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """Length of the longest common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        return max(((common_prefix_length(self._pasts[i].ids, prompt[:-1]), i) for i in around), default=(0, -1))

@@ -242,6 +242,16 @@ class TestRun:
             {"step": 9, "prompt": "y", "completion": " ok", "dataset": "b"},
         ]
 
+    def test_rows_that_cannot_be_read_cost_one_warning(self, tmp_path, caplog):
+        trainer = tiny_trainer(tmp_path)
+        rows = [{"prompt": "a"}, {"prompt": 3}]
+        callback = LogCompletionsCallback(trainer, dataset=rows, freq=1, num_prompts=2, max_new_tokens=2)
+        trainer.add_callback(callback)
+        trainer.train()
+        assert trainer.state.global_step == trainer.args.max_steps
+        warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING" and "goes on" in r.getMessage()]
+        assert len(warnings) == 1, warnings
+
     def test_other_ranks_generate_but_do_not_write(self, tmp_path, monkeypatch):
         trainer = tiny_trainer(tmp_path)
         callback = LogCompletionsCallback(trainer, num_prompts=1, max_new_tokens=2)
