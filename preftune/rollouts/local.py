@@ -20,6 +20,7 @@ from preftune.models.adapters import is_prompt_learning, peft_model
 from preftune.rollouts.base import RolloutBackend, Stream, check_request, finish_reasons
 from preftune.rollouts.decode import Decoded, Sample, decode, drawn_lengths, loop_obstacle
 from preftune.rollouts.kept import KeptRows
+from preftune.rollouts.one_token import one_token
 from preftune.rollouts.policy import budget_of, check_ids, generating
 from preftune.rollouts.sampling import TokenSampler, generation_config
 from preftune.rollouts.snapshot import DTYPE, Snapshot
@@ -107,8 +108,8 @@ class LocalBackend(RolloutBackend):
             for p, prompt in enumerate(prompts)
         ]
         completions: dict[int, tuple[list[int], list[float]]] = {}
-        with generating(policy):
-            for batch, decoded in self._decoded(self._decoder(policy), samples, sampling, limit):
+        with generating(policy), one_token(model := self._decoder(policy)):
+            for batch, decoded in self._decoded(model, samples, sampling, limit):
                 completions |= _completions(batch, decoded, sampling.eos_token_ids)
         ordered = [completions[place] for place in range(len(prompts) * num_generations)]
         drawn = [ids for ids, _ in ordered]
