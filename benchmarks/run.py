@@ -159,7 +159,8 @@ def measure_speed(args: argparse.Namespace, setup: Setup, results: Results) -> N
             continue
         for model in args.online_models:
             chosen = setup.tiny_online() if model == "tiny" else setup
-            key = keyed(f"{kind}/{model}", setup)
+            length = "" if setup.answer_tokens == ANSWER_TOKENS else f"/{setup.answer_tokens}"
+            key = keyed(f"{kind}/{model}{length}", setup)
             results.take("online", key, lambda k=kind, c=chosen: speed.measure(c, PROFILE, "default", k))
 
 

@@ -17,6 +17,7 @@ CLOCKS = (
     "preparation_time",
     "compilation_time",
     "round_time",
+    "step_time",
 )
 """Ends of names; what stands before them says what was timed."""
 

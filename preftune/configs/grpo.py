@@ -95,8 +95,8 @@ class GRPOConfig(OnlineConfig):
     )
     cast_lm_head_to_fp32: bool = option(
         False,
-        "Accepted for scripts that come from TRL and without effect (it warns): the head's product is of the weights' "
-        "type, softmax and log-probabilities are float32 always.",
+        "Compute the head's product of hidden states and weight in float32 where weights or autocast are bfloat16 or "
+        "float16, in training and in rollouts of this process. Softmax and log-probabilities are float32 always.",
     )
     vllm_importance_sampling_correction: bool = option(
         True, "Weigh the loss by how the trainer's probabilities differ from those of a vLLM that sampled."
@@ -190,11 +190,5 @@ class GRPOConfig(OnlineConfig):
             advice.append(
                 f"delta={self.delta} is not above 1 + epsilon_high = {upper}: it then takes the place of the clip. "
                 "2 to 4 is usual."
-            )
-        if self.cast_lm_head_to_fp32:
-            advice.append(
-                "cast_lm_head_to_fp32=True has no effect yet: softmax and log-probabilities are float32 here, but the "
-                "head's product is of the weights' type. For a float32 product load the model with dtype=float32 and "
-                "set bf16=False."
             )
         return advice

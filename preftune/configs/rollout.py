@@ -36,8 +36,11 @@ _REFUSED = {
     "do_sample": (True, "Greedy completions of one prompt are all the same, and teach nothing."),
 }
 
-# Options of a vLLM in this process, and where they are said for one that is a server.
+# Options that nothing here reads: where what they say belongs, or why there is nothing to say.
 _WITHOUT_EFFECT = {
+    "cache_implementation": "every backend has a cache of its own kind.",
+    "dataloader_num_workers": "the rows of a round are read when it begins.",
+    "train_sampling_strategy": "shuffle_dataset says whether prompts come in a random order or in their own.",
     "vllm_model_impl": "it is the server's option --model-impl.",
     "vllm_enable_sleep_mode": "a server shares no memory with the trainer.",
     "vllm_gpu_memory_utilization": "it is the server's option --gpu-memory-utilization.",
@@ -45,6 +48,8 @@ _WITHOUT_EFFECT = {
     "vllm_tensor_parallel_size": "it is the server's option --tensor-parallel-size.",
     "vllm_group_port": "the server and the trainer find one another without a port.",
 }
+# Options that one backend alone reads, beside vllm_server_*.
+_READ_BY = {"rollout_precision": "local", "transformers_continuous_batching_config": "continuous"}
 
 
 @dataclass(repr=False)
@@ -115,7 +120,7 @@ class RolloutConfig(BaseConfig):
         None, "Values passed on to the chat template, for instance enable_thinking."
     )
     cache_implementation: str | None = option(
-        None, "transformers' cache class for generation, by name. Unset: the backend's own."
+        None, "Without effect (it warns): every backend has a cache of its own kind."
     )
     rollout_backend: str = option(
         "local",
@@ -130,8 +135,8 @@ class RolloutConfig(BaseConfig):
     )
     ds3_gather_for_generation: bool = option(
         True,
-        "Accepted for scripts that come from TRL and without effect: a sharded policy (ZeRO-3, FSDP2) generates with a "
-        "vLLM server.",
+        "A policy that ZeRO-3 or FSDP2 shards generates in process from a whole copy, gathered on each process for the "
+        "time of the rollouts. False is refused there: use a vLLM server.",
     )
     use_transformers_continuous_batching: bool = option(False, "The same as rollout_backend=continuous.")
     transformers_continuous_batching_config: dict[str, Any] | str | None = option(
@@ -225,10 +230,11 @@ class RolloutConfig(BaseConfig):
         for f in dataclasses.fields(self):
             if f.name in _WITHOUT_EFFECT and vars(self)[f.name] != f.default:
                 warnings.warn(f"{f.name}={vars(self)[f.name]!r} has no effect: {_WITHOUT_EFFECT[f.name]}", stacklevel=2)
-            elif f.name.startswith("vllm_server_") and vars(self)[f.name] != f.default and backend != "server":
+            reader = "server" if f.name.startswith("vllm_server_") else _READ_BY.get(f.name)
+            if reader not in (None, backend) and vars(self)[f.name] != f.default:
                 warnings.warn(
-                    f"{f.name}={vars(self)[f.name]!r} has no effect with rollout_backend={backend!r}. Set "
-                    "rollout_backend='server' to generate with that server.",
+                    f"{f.name}={vars(self)[f.name]!r} has no effect with rollout_backend={backend!r}. Leave it out, or "
+                    f"set rollout_backend={reader!r}, which reads it.",
                     stacklevel=2,
                 )
 

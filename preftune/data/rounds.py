@@ -107,6 +107,8 @@ class _RoundStream(TorchIterableDataset):
                 for step in range(self.steps_per_round):
                     yield MicroStep(self.epoch, number, step, () if step else tuple(waiting))
                 waiting, number = [], number + 1
+        if number == 0:
+            raise too_few_rows(len(waiting), self.round_prompts, "stream of training rows gave")
 
 
 class RoundLoader(DataLoader):
@@ -134,21 +136,31 @@ def round_loader(
         buffer_size: Rows that a stream is shuffled among.
 
     Raises:
-        DataFormatError: there are fewer rows than a round takes.
+        DataFormatError: there are fewer rows than a round takes; of a stream that is known once it has been read.
     """
     if isinstance(rows, IterableDataset):
         if shuffle:
             rows = rows.shuffle(seed=seed, buffer_size=buffer_size)
         return RoundLoader(_RoundStream(rows, round_prompts, steps_per_round), batch_size=1, collate_fn=_only)
-    if len(rows) < round_prompts:
-        raise DataFormatError(
-            f"train_dataset has {len(rows)} usable rows and a generation round takes {round_prompts} distinct prompts, "
-            "so not one round can be made. Bring more rows, or lower generation_batch_size, "
-            "per_device_train_batch_size or steps_per_generation (prompts of a round = generation_batch_size / "
-            "num_generations)."
-        )
+    check_rows(len(rows), round_prompts)
     sampler = RoundSampler(len(rows), round_prompts, steps_per_round, seed, shuffle)
     return RoundLoader(_RoundRows(rows), batch_sampler=sampler, collate_fn=_only)
+
+
+def check_rows(rows: int, round_prompts: int) -> None:
+    """Raises a DataFormatError where a set of so many rows makes not one round."""
+    if rows < round_prompts:
+        raise too_few_rows(rows, round_prompts, "train_dataset has")
+
+
+def too_few_rows(rows: int, round_prompts: int, who_has: str) -> DataFormatError:
+    """The error of a set, or of a pass over a stream, that makes not one round."""
+    return DataFormatError(
+        f"{who_has} {rows} usable rows and a generation round takes {round_prompts} distinct prompts, "
+        "so not one round can be made. Bring more rows, or lower generation_batch_size, "
+        "per_device_train_batch_size or steps_per_generation (prompts of a round = generation_batch_size / "
+        "num_generations)."
+    )
 
 
 def _only(items: list[MicroStep]) -> MicroStep:

@@ -6,7 +6,8 @@ What is elementwise runs on `local_shard`s and gathers nothing; `assemble` and `
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
@@ -19,6 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from preftune.errors import ReferenceError
 from preftune.models.structure import unwrap
+
+# What hooks, FSDP2 (beside its class) and ZeRO-3 keep in a module's `__dict__`; transformers marks where it has hooks.
+_FOREIGN = re.compile(r"hook|fsdp|composable_api|^ds_")
 
 
 def is_zero3(parameter: Tensor) -> bool:
@@ -34,6 +38,28 @@ def is_sharded_by_zero3(model: nn.Module) -> bool:
 def is_sharded(parameters: Iterable[Tensor]) -> bool:
     """Whether different ranks hold different parts of these parameters."""
     return any(isinstance(p, DTensor) or is_zero3(p) for p in parameters)
+
+
+def will_be_sharded(accelerator: Any) -> bool:
+    """Whether training spreads the weights of the policy over ranks: FSDP or ZeRO-3."""
+    kind = accelerator.distributed_type.value
+    return kind == "FSDP" or (kind == "DEEPSPEED" and accelerator.state.deepspeed_plugin.zero_stage == 3)
+
+
+@contextmanager
+def loaded_whole() -> Iterator[None]:
+    """Models that are loaded within are whole on every rank, and each calls them as often as it needs.
+
+    ZeRO-3 would partition them as they are loaded: every call would be a collective.
+    """
+    from transformers.integrations import deepspeed as switch
+
+    before = switch._hf_deepspeed_config_weak_ref
+    switch.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        switch._hf_deepspeed_config_weak_ref = before
 
 
 def size_of(parameter: Any) -> int:
@@ -119,6 +145,12 @@ def full_tensor(parameter: Tensor) -> Tensor:
     return whole.full_tensor() if isinstance(whole, DTensor) else whole
 
 
+def on_accelerator(parameter: Tensor) -> Tensor:
+    """`full_tensor` where it is computed with: FSDP2 may keep shards on the CPU."""
+    whole = full_tensor(parameter)
+    return whole.to(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else whole
+
+
 def assemble(parameter: Tensor, shard: Tensor) -> Tensor:
     """The whole tensor whose part on each rank is `shard`, cut as `parameter` is (a collective where it is sharded)."""
     if isinstance(parameter, DTensor):
@@ -185,6 +217,29 @@ def deep_copy(model: nn.Module, share: Iterable[nn.Parameter] = ()) -> nn.Module
     return copy.deepcopy(model, memo)
 
 
+def copy_with(model: nn.Module, parameter: Callable[[nn.Parameter], nn.Parameter]) -> Any:
+    """A copy that is this process's own: `parameter` gives each of its parameters, tied ones once.
+
+    Of a sharded model the copy is a plain one, without what FSDP2 and ZeRO-3 put on modules (classes, hooks, tables).
+    """
+    memo: dict[int, Any] = {id(p): parameter(p) for p in model.parameters()}
+    if is_sharded(model.parameters()):
+        memo |= {id(module): object.__new__(_own_class(module)) for module in model.modules()}
+        for module in model.modules():
+            vars(memo[id(module)]).update(copy.deepcopy(_own_state(module), memo))
+    return copy.deepcopy(model, memo)
+
+
+def _own_class(module: nn.Module) -> type:
+    return next(cls for cls in type(module).__mro__ if not issubclass(cls, FSDPModule))
+
+
+def _own_state(module: nn.Module) -> dict[str, Any]:
+    own = {name: value for name, value in vars(module).items() if not _FOREIGN.search(name)}
+    no_hooks = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
+    return own | no_hooks | {"_parameters": dict(module._parameters.items())}
+
+
 def _zero3_copy(parameter: Tensor) -> nn.Parameter:
     import deepspeed  # pyright: ignore[reportMissingImports]
     from transformers.integrations.deepspeed import deepspeed_config
@@ -241,16 +296,20 @@ def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
 __all__ = [
     "assemble",
     "callable_alone",
+    "copy_with",
     "deep_copy",
     "follow_shards",
     "full_state_dict",
     "full_tensor",
     "is_sharded",
     "is_zero3",
+    "loaded_whole",
     "local_shard",
+    "on_accelerator",
     "prepare_frozen",
     "reshard",
     "size_of",
     "sum_over_ranks",
     "unwrap",
+    "will_be_sharded",
 ]

@@ -13,6 +13,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 OUTPUTS = ("entropy", "mean_logits", "is_top1", "log_sum_sq_probs")
@@ -83,12 +84,14 @@ class HeadOptions:
         transform: What happens to the logits before softmax.
         sizes: None takes the constants of the device.
         entropy_has_grad: Whether the entropy carries a gradient too; any head but not the linear one does that.
+        float32_head: The product of hidden states and weight is float32, whatever their types and autocast.
     """
 
     outputs: tuple[str, ...] = ()
     transform: LogitTransform = LogitTransform()
     sizes: HeadSizes | None = None
     entropy_has_grad: bool = False
+    float32_head: bool = False
 
     def sizes_on(self, device: torch.device) -> HeadSizes:
         return self.sizes or sizes_for(device.type)
@@ -181,14 +184,29 @@ def linear_scores(
     targets_T: Int[Tensor, " T"],
     options: HeadOptions,
 ) -> Float[Tensor, "T k"]:
-    """Packed scores of `hidden @ weight.T + bias`; the matrix products respect autocast, softmax is float32."""
+    """Packed scores of `hidden @ weight.T + bias`; the matrix products respect autocast, softmax is float32.
+
+    With `options.float32_head` a weight of another type is copied in float32 for the time of this call (and once more
+    in the backward, where residuals are made again): every chunk of tokens needs all of it.
+    """
     device_type = hidden_TH.device.type
     dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else weight_VH.dtype
+    if options.float32_head:
+        dtype = torch.promote_types(weight_VH.dtype, torch.float32)
     with torch.autocast(device_type, enabled=False):
         packed: Any = _LinearScores.apply(
             hidden_TH, weight_VH, bias_V, targets_T, options, dtype, torch.is_grad_enabled()
         )
     return packed
+
+
+def float32_linear(
+    hidden: Float[Tensor, "... H"], weight_VH: Float[Tensor, "V H"], bias_V: Float[Tensor, " V"] | None
+) -> Float[Tensor, "... V"]:
+    """`hidden @ weight.T + bias` in float32 (float64 stays), whatever their types and autocast."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        dtype = torch.promote_types(weight_VH.dtype, torch.float32)
+        return F.linear(hidden.to(dtype), weight_VH.to(dtype), None if bias_V is None else bias_V.to(dtype))
 
 
 class _LinearScores(torch.autograd.Function):

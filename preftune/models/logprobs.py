@@ -18,6 +18,7 @@ from preftune.errors import ConfigError
 from preftune.models import structure
 from preftune.models.attention import Layout, is_active, scoring
 from preftune.models.distributed import callable_alone
+from preftune.models.float32_head import float32_logits, require_linear
 from preftune.models.head import OUTPUTS, HeadOptions, LogitTransform, generic_scores, linear_scores
 from preftune.models.inputs import ModelInputs, pooling_inputs, scoring_inputs
 from preftune.models.probe import LayoutChoice, choose_layout, head_plan
@@ -44,6 +45,7 @@ def token_scores(
     temperature: float = 1.0,
     outputs: Collection[str] = frozenset(),
     entropy_has_grad: bool = False,
+    float32_head: bool = False,
 ) -> TokenScores:
     """Log-probability of every scored token of `tree`, and the `outputs` asked for.
 
@@ -54,9 +56,10 @@ def token_scores(
     Args:
         outputs: Subset of {"entropy", "mean_logits", "is_top1", "log_sum_sq_probs"}.
         entropy_has_grad: Gradients flow into the entropy too; the head is then run again in the backward.
+        float32_head: The head's product is float32, whatever the type of its weight and autocast.
 
     Raises:
-        ConfigError: an unknown output, or a temperature that is not positive.
+        ConfigError: an unknown output, a temperature that is not positive, or a head that `float32_head` cannot have.
         RuntimeError: gradient checkpointing is on, and `scoring` is not held.
     """
     if set(outputs) - set(OUTPUTS) or not temperature > 0:
@@ -65,15 +68,19 @@ def token_scores(
             f"outputs are among {', '.join(OUTPUTS)}, and the temperature is above 0"
         )
     names = tuple(name for name in OUTPUTS if name in outputs)
-    options = HeadOptions(names, logit_transform(model, temperature), entropy_has_grad=entropy_has_grad)
+    transform = logit_transform(model, temperature)
+    options = HeadOptions(names, transform, entropy_has_grad=entropy_has_grad, float32_head=float32_head)
 
     def compute(head: Redirect | None, hidden: Tensor) -> Tensor:
         targets = tree.target_ids.to(hidden.device)
+        if float32_head:
+            require_linear(head)
         if head is None:
             return generic_scores(lambda z: z, hidden, targets, hidden.shape[-1], options)
         if head.is_linear and not options.entropy_has_grad:
             return linear_scores(hidden, head.module.weight, head.module.bias, targets, options)  # pyright: ignore
-        return generic_scores(head.original, hidden, targets, structure.vocabulary_size(model), options)
+        logits_of = float32_logits(head) if float32_head else head.original
+        return generic_scores(logits_of, hidden, targets, structure.vocabulary_size(model), options)
 
     packed, aux_loss = head_answers(model, tree, compute, layout=layout)
     columns = packed.unbind(1)

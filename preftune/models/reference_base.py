@@ -78,12 +78,20 @@ class LiveReference(ReferenceModel):
     @final
     @torch.no_grad()
     def token_scores(
-        self, policy: nn.Module, tree: PromptTree, *, layout: Layout, temperature: float = 1.0
+        self,
+        policy: nn.Module,
+        tree: PromptTree,
+        *,
+        layout: Layout,
+        temperature: float = 1.0,
+        float32_head: bool = False,
     ) -> TokenScores:
-        """Scores of every scored token of the tree, without gradient."""
+        """Scores of every scored token of the tree, without gradient; arguments as of `logprobs.token_scores`."""
         with self.as_reference(policy) as module:
             layout = self.layout_for(layout)
-            return logprobs.token_scores(module, tree, layout=layout, temperature=temperature)
+            return logprobs.token_scores(
+                module, tree, layout=layout, temperature=temperature, float32_head=float32_head
+            )
 
     @final
     def branch_logps(

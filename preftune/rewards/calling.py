@@ -222,4 +222,7 @@ async def _timed(make: Callable[[], Awaitable[Any]], timeout: float | None) -> t
 
 
 async def _awaited(make: Callable[[], Awaitable[Any]]) -> Any:
-    return await make()
+    try:
+        return await make()
+    except (SystemExit, KeyboardInterrupt) as error:  # these would end the loop, and nobody would hear from it again
+        raise RuntimeError(f"it tried to end the process ({error!r})") from error

@@ -106,8 +106,7 @@ class Dispatcher:
 
     def _visit(self, reward: Reward, given: Mapping[str, Sequence[Any]], rows: int, trainer_state: Any) -> _Visit:
         records = Records(reward.name, rows)
-        # Lists of its own: a function that sorts or empties them harms nobody else.
-        offered: dict[str, Any] = {name: list(values) for name, values in given.items()}
+        offered: dict[str, Any] = {name: _own_copy(list(values)) for name, values in given.items()}
         offered["trainer_state"] = trainer_state
         offered["log_extra"], offered["log_metric"] = records.log_extra, records.log_metric
         return _Visit(reward, Result(records), *reward.signature.pick(offered))
@@ -154,6 +153,15 @@ class Dispatcher:
             else:
                 visit.result.returned, visit.result.records = outcome.value
             visit.result.seconds = outcome.seconds
+
+
+def _own_copy(value: Any) -> Any:
+    """Lists and dicts anew, their contents too: a function that sorts, empties or rewrites them harms nobody else."""
+    if isinstance(value, dict):
+        return {key: _own_copy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_own_copy(item) if isinstance(item, list | dict) else item for item in value]
+    return value
 
 
 def _check_left_behind(reward: Reward) -> None:

@@ -19,6 +19,7 @@ from preftune.data.templates import Chat, ChatRenderer
 from preftune.data.tree import build_tree
 from preftune.errors import ConfigError
 from preftune.models import structure
+from preftune.models.distributed import loaded_whole
 from preftune.models.load import load_model, load_processing_class, model_name, tokenizer_of
 from preftune.models.logprobs import Layout, branch_values, choose_layout
 from preftune.rewards.calling import name_of
@@ -152,15 +153,16 @@ class RewardModel:
 def _load(model: str, init_kwargs: dict[str, Any], trust_remote_code: bool) -> nn.Module:
     options = {"num_labels": 1, **init_kwargs, "output_loading_info": True}
     try:
-        loaded, info = cast(
-            "tuple[nn.Module, dict[str, Any]]",
-            load_model(
-                model,
-                auto_class=AutoModelForSequenceClassification,
-                init_kwargs=options,
-                trust_remote_code=trust_remote_code,
-            ),
-        )
+        with loaded_whole():  # ranks have batches of unlike number
+            loaded, info = cast(
+                "tuple[nn.Module, dict[str, Any]]",
+                load_model(
+                    model,
+                    auto_class=AutoModelForSequenceClassification,
+                    init_kwargs=options,
+                    trust_remote_code=trust_remote_code,
+                ),
+            )
     except RuntimeError as error:  # sizes that do not fit
         raise ConfigError(f"reward model {model!r} could not be loaded with one label: {error}") from error
     head = sorted(name for name in info["missing_keys"] if name.startswith("score."))

@@ -11,6 +11,14 @@ from typing import Any
 
 from preftune.errors import RewardError
 
+# What training logs under names without a family before them; a number of the user's would be taken for it.
+_OWN_NAMES = {
+    *("loss", "aux_loss", "policy_loss", "grad_norm", "learning_rate", "kl", "entropy", "entropy_coef"),
+    *("epoch", "step", "num_tokens", "total_flos", "step_time", "round_time"),
+    *("reward", "reward_std", "frac_reward_zero_std"),
+}
+_OWN_FAMILIES = ("completions/", "sampling/", "clip_ratio/", "reference/", "eval_")
+
 
 class Records:
     """Takes what one call of one function reports.
@@ -44,8 +52,13 @@ class Records:
         """Adds a number to the logs; several under one name are averaged, and NaN counts as not reported.
 
         Raises:
-            RewardError: not a number.
+            RewardError: not a number, or a name under which training itself logs.
         """
+        if name in _OWN_NAMES or name.startswith(_OWN_FAMILIES):
+            raise RewardError(
+                f"reward {self.name!r} called log_metric({name!r}, ...), and training itself logs under that name; "
+                f"take another one, such as {f'{self.name}/{name}'!r}."
+            )
         try:
             number = float(value) if not isinstance(value, str) else None
         except (TypeError, ValueError, RuntimeError):  # the last from tensors of several numbers

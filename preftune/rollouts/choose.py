@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from preftune.configs.rollout import RolloutConfig
+from preftune.errors import ConfigError
+from preftune.models.distributed import will_be_sharded
 from preftune.rollouts.base import RolloutBackend
 from preftune.rollouts.continuous import ContinuousBackend
 from preftune.rollouts.http import server_url
@@ -20,7 +22,7 @@ from preftune.rollouts.local import LocalBackend
 from preftune.rollouts.sampling import generation_config
 from preftune.rollouts.server import ServerBackend
 from preftune.rollouts.transfer import NcclTransfer, ReloadTransfer
-from preftune.rollouts.weights import check_mergeable
+from preftune.rollouts.weights import ON_A_SERVER, check_mergeable
 from preftune.types import Sampling
 
 _SHARE = 0.9  # of the time that other ranks wait, so that an error of the server's is seen before theirs
@@ -44,18 +46,45 @@ def sampling_of(args: RolloutConfig, eos_token_ids: Collection[int]) -> Sampling
     )
 
 
-def make_backend(args: RolloutConfig, model: nn.Module, tokenizer: Any) -> RolloutBackend:
-    """The backend that `args` ask for, for this policy."""
+def make_backend(args: RolloutConfig, model: nn.Module, tokenizer: Any, accelerator: Any = None) -> RolloutBackend:
+    """The backend that `args` ask for, for this policy.
+
+    Args:
+        accelerator: Says whether training will shard the policy; None: it will not.
+
+    Raises:
+        ConfigError: options that the backend cannot follow, or a policy that it could not draw from.
+    """
     if args.resolved_rollout_backend == "server":
         return _server(args, model)
     generation_config(sampling_of(args, ()))  # names a wrong option now, not in the first round
+    if accelerator is not None and will_be_sharded(accelerator):
+        _check_gathers(args, model, accelerator)
     if args.resolved_rollout_backend == "continuous":
         return ContinuousBackend(model, options=cast(Any, args.transformers_continuous_batching_config))
     return LocalBackend(model, pad_token_id=tokenizer.pad_token_id, precision=args.rollout_precision)  # pyright: ignore
 
 
+def _check_gathers(args: RolloutConfig, model: nn.Module, accelerator: Any) -> None:
+    """A whole copy of the weights can be gathered for rollouts, and may be."""
+    instead = "Generate with a vLLM server (rollout_backend='server'), or train with DDP or ZeRO-2"
+    if accelerator.distributed_type.value == "FSDP" and not accelerator.is_fsdp2:
+        raise ConfigError(f"rollouts in process need FSDP version 2. Set fsdp_version: 2 in its config. {instead}.")
+    if args.resolved_rollout_backend == "continuous":
+        raise ConfigError(
+            "continuous batching draws from the policy's own weights, and FSDP and ZeRO-3 shard them. Use "
+            f"rollout_backend='local', which gathers a whole copy for the time of the rollouts. {instead}."
+        )
+    if not args.ds3_gather_for_generation:
+        raise ConfigError(
+            "ds3_gather_for_generation=False lets no whole copy of the weights be gathered, and FSDP and ZeRO-3 shard "
+            f"them: every token would gather all of them anew. Set it to True. {instead}."
+        )
+    check_mergeable(model, "train with weights that are whole (DDP, ZeRO-2)")
+
+
 def _server(args: RolloutConfig, model: nn.Module) -> ServerBackend:
-    check_mergeable(model)  # before anything waits for the server
+    check_mergeable(model, ON_A_SERVER)  # before anything waits for the server
     folder = args.vllm_weights_dir
     if folder is None and not torch.cuda.is_available():
         folder = os.path.join(args.output_dir or ".", "vllm_weights")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
 from preftune.errors import RolloutError
+from preftune.models import structure
 from preftune.models.random_state import forked_random_states
 from preftune.rollouts.base import Stream, call_seed, finish_reasons
 from preftune.types import Rollouts, Sampling
@@ -43,6 +44,8 @@ class FunctionRollouts:
         with forked_random_states(call_seed(sampling.seed, stream)):
             returned = self._function(list(prompts), self._trainer)
         given = _checked(returned, len(prompts))
+        for name in ("prompt_ids", "completion_ids"):
+            _check_known(name, given[name], structure.vocabulary_size(self._trainer.model))
         masks = given.pop("env_mask")
         completion_ids, logps = given.pop("completion_ids"), given.pop("logprobs")
         return Rollouts(
@@ -64,7 +67,9 @@ def _checked(returned: Any, rows: int) -> dict[str, Any]:
     given = {"env_mask": None, **returned}
     for name, kind in (("prompt_ids", int), ("completion_ids", int), ("logprobs", _number), ("env_mask", _one_or_zero)):
         if given[name] is not None or name in ("prompt_ids", "completion_ids"):
-            given[name] = [list(map(kind, values)) for values in _entries(name, given[name], rows)]
+            given[name] = [
+                _plain(name, kind, values, row) for row, values in enumerate(_entries(name, given[name], rows))
+            ]
     for name in ("logprobs", "env_mask"):
         for row, values in enumerate(given[name] or ()):
             if len(values) != len(given["completion_ids"][row]):
@@ -89,6 +94,25 @@ def _entries(name: str, value: Any, rows: int) -> Any:
             "given, which names a prompt as often as it has completions."
         )
     return value
+
+
+def _plain(name: str, kind: Callable[[Any], Any], values: Any, row: int) -> list[Any]:
+    try:
+        return list(map(kind, values))
+    except (TypeError, ValueError, IndexError) as error:
+        raise RolloutError(
+            f"rollout_func returned {values!r:.80} as {name!r} of row {row}; wanted a list of numbers, or an empty one."
+        ) from error
+
+
+def _check_known(name: str, entries: Sequence[Sequence[int]], size: int) -> None:
+    for row, ids in enumerate(entries):
+        wrong = next((i for i in ids if not 0 <= i < size), None)
+        if wrong is not None:
+            raise RolloutError(
+                f"rollout_func returned token {wrong} in {name!r} of row {row}, and the model knows the ids 0 to "
+                f"{size - 1}."
+            )
 
 
 def _one_or_zero(value: Any) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -17,13 +17,14 @@ from torch import nn
 from preftune.errors import ConfigError
 from preftune.models import structure
 from preftune.models.adapters import is_prompt_learning, peft_model
+from preftune.models.distributed import is_sharded, reshard
 from preftune.rollouts.base import RolloutBackend, Stream, check_request, finish_reasons
 from preftune.rollouts.decode import Decoded, Sample, decode, drawn_lengths, loop_obstacle
 from preftune.rollouts.kept import KeptRows
 from preftune.rollouts.one_token import one_token
 from preftune.rollouts.policy import budget_of, check_ids, generating
 from preftune.rollouts.sampling import TokenSampler, generation_config
-from preftune.rollouts.snapshot import DTYPE, Snapshot
+from preftune.rollouts.snapshot import Snapshot
 from preftune.rollouts.through_generate import generate_samples
 from preftune.types import Rollouts, Sampling
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 Precision = Literal["model", "bfloat16"]
 DEFAULT_MAX_BATCH_TOKENS = 65536
+_ROUNDED = torch.bfloat16
 # Logits of one step: rows times vocabulary.
 _MAX_LOGITS = 2**26
 
@@ -42,13 +44,17 @@ class LocalBackend(RolloutBackend):
     A model whose cache cannot be shared (recurrent or hybrid layers, inputs prepared in its own way) is run through its
     `generate` instead, and prompt learning without a cache, said once; samples and log-probs mean the same.
 
+    A policy whose weights are sharded (FSDP2, ZeRO-3) generates from a whole copy, adapters merged into it, that each
+    call of `generate` gathers and frees again, a block of `conversations` once: all ranks have to come to them equally
+    often, with prompts or without.
+
     Args:
         model: The policy; may be wrapped by DDP, PEFT or `torch.compile`.
         pad_token_id: Fills short prompts on the left, masked; None takes the model's, or an end token.
         precision: "model" decodes in the dtype of the weights, also where training is under autocast. "bfloat16"
-            decodes with a copy of the weights (adapters merged), taken anew at each call: half the bytes to
-            read for a token, for two bytes of memory per parameter; log-probs then differ from the trainer's, which
-            `sampling/sampling_logp_difference` shows.
+            decodes with a copy of the weights (adapters merged), taken anew at each call or block of
+            `conversations`: half the bytes to read for a token, for two bytes of memory per parameter; log-probs then
+            differ from the trainer's, which `sampling/sampling_logp_difference` shows.
         max_batch_tokens: Tokens, prompt and budget, of the rows that are decoded together: the size of the cache. Of
             `conversations` at most as many again are kept.
 
@@ -74,6 +80,7 @@ class LocalBackend(RolloutBackend):
         self._precision = precision
         self._max_batch_tokens = max_batch_tokens
         self._snapshot: Snapshot | None = None
+        self._current: nn.Module | None = None
         self._kept = KeptRows(0)
         self._told: set[str] = set()
 
@@ -87,9 +94,19 @@ class LocalBackend(RolloutBackend):
     ) -> Rollouts:
         check_request(prompts, num_generations, sampling, stream)
         generation_config(sampling)  # names a wrong option before the model works
-        if not prompts:
-            return Rollouts([], [], [], logps=[])
-        policy = structure.unwrap(self.model)
+        with self._weights() as policy:
+            if not prompts:
+                return Rollouts([], [], [], logps=[])
+            return self._drawn(policy, prompts, num_generations, sampling, stream)
+
+    def _drawn(
+        self,
+        policy: nn.Module,
+        prompts: Sequence[Sequence[int]],
+        num_generations: int,
+        sampling: Sampling,
+        stream: Sequence[Stream],
+    ) -> Rollouts:
         check_ids(policy, prompts)
         limit = structure.learned_position_limit(policy)
         asked = sampling.budgets or [sampling.max_new_tokens] * len(prompts)
@@ -108,7 +125,7 @@ class LocalBackend(RolloutBackend):
             for p, prompt in enumerate(prompts)
         ]
         completions: dict[int, tuple[list[int], list[float]]] = {}
-        with generating(policy), one_token(model := self._decoder(policy)):
+        with generating(policy), one_token(model := _decoder(policy)):
             for batch, decoded in self._decoded(model, samples, sampling, limit):
                 completions |= _completions(batch, decoded, sampling.eos_token_ids)
         ordered = [completions[place] for place in range(len(prompts) * num_generations)]
@@ -120,13 +137,39 @@ class LocalBackend(RolloutBackend):
         """As in the base class; a turn computes what is new in its prompt, unless `generate` of the model draws it."""
         outer, self._kept = self._kept, KeptRows(self._max_batch_tokens)
         try:
-            yield self._kept.only
+            with self._weights():
+                yield self._kept.only
         finally:
             self._kept = outer
 
     def close(self) -> None:
-        """Frees the bfloat16 copy; the next `generate` makes a new one."""
+        """Frees the copy of the weights; the next `generate` makes a new one."""
         self._snapshot = None
+
+    @contextmanager
+    def _weights(self) -> Iterator[nn.Module]:
+        """The policy or the copy that draws for it, with the weights of now; the outermost of such blocks decides."""
+        if self._current is not None:
+            yield self._current
+            return
+        policy = structure.unwrap(self.model)
+        snapshot = self._copy_of(policy)
+        with nullcontext(policy) if snapshot is None else snapshot.filled() as current:
+            self._current = current
+            try:
+                yield current
+            finally:
+                self._current = None
+
+    def _copy_of(self, policy: nn.Module) -> Snapshot | None:
+        """What draws for a policy that is sharded, or has other numbers than those asked for; None: it draws itself."""
+        reshard(policy)  # else FSDP2 may show it as whole
+        sharded, rounded = is_sharded(policy.parameters()), self._precision == "bfloat16"
+        if not sharded and not (rounded and (peft_model(policy) is not None or _has_other_dtype(policy))):
+            return None
+        if self._snapshot is None or self._snapshot.is_gathered != sharded:
+            self._snapshot = Snapshot(policy, _ROUNDED if rounded else None)
+        return self._snapshot
 
     def _decoded(
         self, model: Any, samples: Sequence[Sample], sampling: Sampling, limit: int | None
@@ -156,16 +199,12 @@ class LocalBackend(RolloutBackend):
             self._told.add(text)
             logger.warning(text)
 
-    def _decoder(self, policy: nn.Module) -> Any:
-        peft = peft_model(policy)
-        if self._precision == "bfloat16" and (peft is not None or _has_other_dtype(policy)):
-            if self._snapshot is None:
-                self._snapshot = Snapshot(policy)
-            self._snapshot.refresh()
-            return self._snapshot.model
-        if peft is not None and not is_prompt_learning(peft):
-            return peft.get_base_model()  # its layers go through the active adapter
+
+def _decoder(policy: nn.Module) -> Any:
+    peft = peft_model(policy)
+    if peft is None or is_prompt_learning(peft):
         return policy
+    return peft.get_base_model()  # its layers go through the active adapter
 
 
 def batches(
@@ -207,4 +246,4 @@ def _completions(
 
 
 def _has_other_dtype(policy: nn.Module) -> bool:
-    return any(p.is_floating_point() and p.dtype != DTYPE for p in policy.parameters())
+    return any(p.is_floating_point() and p.dtype != _ROUNDED for p in policy.parameters())

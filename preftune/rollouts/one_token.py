@@ -41,15 +41,14 @@ def one_token(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _products_by_blocks(model: nn.Module) -> Iterator[None]:
-    changed = [vars(module) for module in model.modules() if _is_large(module)]
+    layers = [module for module in model.modules() if _is_large(module)]
     try:
-        for module in model.modules():
-            if _is_large(module):
-                vars(module)["forward"] = _Product(module)
+        for layer in layers:
+            vars(layer)["forward"] = _Product(layer)
         yield
     finally:
-        for state in changed:
-            state.pop("forward", None)
+        for layer in layers:
+            vars(layer).pop("forward", None)
 
 
 def _is_large(module: nn.Module) -> bool:

@@ -31,8 +31,8 @@ def generating(policy: nn.Module, *, seed: int | None = None) -> Iterator[None]:
     """
     if is_sharded(policy.parameters()):
         raise RolloutError(
-            "the policy is sharded (FSDP2 or ZeRO-3), and each token would gather all of its weights; generate with a "
-            "vLLM server, or train with DDP or ZeRO-2"
+            "the policy is sharded (FSDP2 or ZeRO-3), and each token would gather all of its weights; use "
+            "rollout_backend='local', which gathers them once for all tokens, or a vLLM server"
         )
     with ExitStack() as stack:
         stack.enter_context(isolated(policy, seed=seed))
@@ -96,6 +96,6 @@ def budget_of(length: int, max_new_tokens: int, position_limit: int | None) -> i
     if length >= position_limit:
         raise RolloutError(
             f"a prompt of {length} tokens leaves none of the model's {position_limit} positions for a completion; "
-            "shorten the prompts (max_prompt_length) or remove the row"
+            "shorten the prompt or remove the row"
         )
     return min(max_new_tokens, position_limit - length)

@@ -6,6 +6,7 @@ The algorithm is `advantages` and `loss`; how a loss is averaged over tokens is 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -19,6 +20,7 @@ from preftune.losses.aggregate import REDUCTION_OF
 from preftune.losses.entropy import EntropyController, entropy_threshold, top_entropy_mask
 from preftune.losses.importance import off_policy_keep, sampler_gap, sampler_ratio
 from preftune.losses.policy_gradient import policy_loss
+from preftune.models.float32_head import check_float32_head, head_in_float32
 from preftune.rollouts.base import RolloutBackend
 from preftune.rollouts.function import FunctionRollouts, RolloutFunc
 from preftune.trainers.agents import prompts_or_empty, tool_rollouts, toolbox_of, with_own_rewards
@@ -98,6 +100,9 @@ class GRPOTrainer(OnlineTrainer):
             rollout_backend=rollout_backend,
         )
         args = self.args
+        self.float32_head = args.cast_lm_head_to_fp32
+        if self.float32_head:
+            check_float32_head(self.model)
         self._rollouts: Callable[..., Rollouts] | None = None
         if rollout_func is not None:
             self._rollouts = FunctionRollouts(rollout_func, self)
@@ -122,7 +127,8 @@ class GRPOTrainer(OnlineTrainer):
         self, rows: Sequence[Mapping[str, Any]], size: int, sampling: Sampling, stream: Sequence[tuple[int, ...]]
     ) -> Rollouts:
         draw = self._rollouts or super().rollout
-        return draw(rows, size, sampling, stream)
+        with head_in_float32(self.model) if self.float32_head else nullcontext():  # as the trainer's own scores
+            return draw(rows, size, sampling, stream)
 
     def prepare_dataset(self, dataset: RawData, split: str) -> tuple[RawData, DataReport]:
         prepared, report = super().prepare_dataset(dataset, split)
@@ -225,9 +231,10 @@ class GRPOTrainer(OnlineTrainer):
         if self.args.top_entropy_quantile == 1.0:
             return None
         with torch.no_grad(), self.metrics.paused():
-            parts = [part for batch in batches for part in self.micro_batches(batch) if not part["repeated"]]
-            seen = [self.tokens_of(model, part)[0] for part in parts]
-        entropies = [t.entropy[t.mask > 0] for t in seen if t.entropy is not None]
+            parts = [part for batch in batches for part in self.micro_batches(batch)]
+            # a stand-in for a rank without tokens too: ranks go through a sharded policy together
+            seen = [(self.tokens_of(model, part)[0], part["repeated"]) for part in parts]
+        entropies = [t.entropy[t.mask > 0] for t, repeated in seen if t.entropy is not None and not repeated]
         whole = self.gathered_rows(torch.cat([torch.zeros(0, device=self.args.device), *entropies]))
         self._threshold = entropy_threshold(whole, self.args.top_entropy_quantile)
         return (whole >= self._threshold).sum().float()

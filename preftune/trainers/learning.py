@@ -33,6 +33,7 @@ def score_groups(
     reference: ReferenceModel | None = None,
     layout: Layout,
     temperature: float,
+    float32_head: bool = False,
     rows: int,
     max_tokens: int | None,
     device: Any,
@@ -41,16 +42,16 @@ def score_groups(
 
     Without dropout, in parts of `rows` completions and at most `max_tokens` tokens.
     """
+    how: Any = {"layout": layout, "temperature": temperature, "float32_head": float32_head}
     known: dict[int, np.ndarray] = {}
     for part in cut_into(groups, rows):
         for few in within_budget(part, max_tokens):
             tree = tree_of(few).to(device)
             with evaluating(policy):
                 if reference is None:
-                    scores = token_scores(policy, tree, layout=layout, temperature=temperature)
+                    scores = token_scores(policy, tree, **how)
                 else:
-                    live = cast(LiveReference, reference)
-                    scores = live.token_scores(policy, tree, layout=layout, temperature=temperature)
+                    scores = cast(LiveReference, reference).token_scores(policy, tree, **how)
             known |= by_number(few, scores.logps)
     return known
 
@@ -62,6 +63,7 @@ def with_logps(
     old: bool,
     reference: ReferenceModel | None,
     trusts_sampler: bool,
+    everywhere: Callable[[bool], bool] = bool,
 ) -> list[Group]:
     """Groups with the "old" log-probabilities, where asked, and those of the reference ("ref"), where there is one.
 
@@ -69,8 +71,11 @@ def with_logps(
         score: Log-probabilities of groups under a reference, or (None) the policy.
         trusts_sampler: Whether the sampler's own may serve as the old ones; they do where those of the first group
             agree with the policy's to `AGREEMENT`.
+        everywhere: Whether something holds on all ranks. They decide together, for ranks score a sharded policy
+            together or not at all.
     """
-    if old and trusts_sampler and all("sampler" in group.logps for group in groups) and _agree(groups[:1], score):
+    trusts_sampler = old and trusts_sampler and everywhere(all("sampler" in group.logps for group in groups))
+    if trusts_sampler and everywhere(_agree(groups[:1], score)):
         groups = [g.with_logps("old", dict(zip(g.numbers, g.logps["sampler"], strict=True))) for g in groups]
     elif old:
         known = score(groups, None)
@@ -141,6 +146,7 @@ def policy_tokens(
     temperature: float,
     on_policy: bool,
     entropy_has_grad: bool,
+    float32_head: bool = False,
     device: Any,
 ) -> tuple[PolicyTokens, TokenScores]:
     """What a loss sees of the groups, in one forward; gradients flow into `logps`, and `entropy` where asked."""
@@ -152,6 +158,7 @@ def policy_tokens(
         temperature=temperature,
         outputs=frozenset({"entropy"}),
         entropy_has_grad=entropy_has_grad,
+        float32_head=float32_head,
     )
     return as_rows(groups, tree, scores, on_policy=on_policy), scores
 

@@ -12,10 +12,12 @@ from typing import Any, cast, final
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+from transformers.trainer_utils import PredictionOutput
 
 from preftune.callbacks.round_completions import show_completions
 from preftune.data.rounds import eval_loader
 from preftune.models.logprobs import scoring
+from preftune.trainers.evaluation import untraced
 from preftune.trainers.groups import Group
 from preftune.trainers.learning import learning_parts, policy_tokens, record_tokens, stand_in, with_tokens
 from preftune.trainers.round_trainer import RoundTrainer
@@ -123,6 +125,7 @@ class OnlineTrainer(RoundTrainer):
             temperature=self.args.temperature,
             on_policy=batch["on_policy"],
             entropy_has_grad=self.entropy_coef != 0,
+            float32_head=self.float32_head,
             device=self.args.device,
         )
 
@@ -134,6 +137,20 @@ class OnlineTrainer(RoundTrainer):
             rows = cast(Any, self.eval_dataset)[rows]
         prompts = max(1, self.args.per_device_eval_batch_size // self.args.resolved_num_generations_eval)
         return eval_loader(cast(Any, rows), prompts=prompts, rank=self.args.process_index, world=self.args.world_size)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader:
+        return self.get_eval_dataloader(test_dataset)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """Metrics of completions of raw or prepared prompts, as in `evaluate`; there are no predictions beside them.
+
+        Leaves no trace in training.
+        """
+        with untraced(self):
+            rows = self._prepare_split(test_dataset, metric_key_prefix)
+            return super().predict(rows, ignore_keys, metric_key_prefix)
 
     @final
     def prediction_step(

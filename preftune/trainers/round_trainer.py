@@ -6,6 +6,7 @@ the checkpoint.
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,7 +15,9 @@ from typing import Any, ClassVar, cast, final
 
 import numpy as np
 import torch
-from torch import Tensor
+from accelerate.utils import gather_object
+from datasets import Dataset
+from torch import Tensor, nn
 
 from preftune.callbacks.attach import moves_reference
 from preftune.callbacks.round_completions import RoundCompletionsCallback, show_completions
@@ -22,8 +25,8 @@ from preftune.data.columns import column_names
 from preftune.data.mapping import PreparedData
 from preftune.data.prompts import prepare_prompts
 from preftune.data.report import DataReport
-from preftune.data.rounds import MicroStep, RoundLoader, round_loader
-from preftune.errors import CheckpointError, ConfigError
+from preftune.data.rounds import MicroStep, RoundLoader, check_rows, round_loader
+from preftune.errors import CheckpointError, ConfigError, DataFormatError
 from preftune.losses.advantages import combine_rewards
 from preftune.models.reference import ReferenceModel
 from preftune.rewards.base import RewardRunner, RewardTable
@@ -49,11 +52,15 @@ from preftune.trainers.rounds import (
     length_figures,
     reward_figures,
     reward_runner,
+    say_all_cut,
+    say_left_over,
     seed_of,
 )
 from preftune.trainers.shares import Batch
 from preftune.trainers.step import StepTrainer
 from preftune.types import Rollouts, Sampling
+
+logger = logging.getLogger(__name__)
 
 
 class RoundTrainer(StepTrainer):
@@ -65,9 +72,11 @@ class RoundTrainer(StepTrainer):
 
     Attributes:
         rollout_columns: What `rollout` hands to reward functions beside the dataset's columns; None: known only then.
+        float32_head: Whether every log-probability comes from a product of the head in float32.
     """
 
     rollout_columns: tuple[str, ...] | None = ()
+    float32_head: bool = False
     columns_read: ClassVar[tuple[str, ...]] = ()
     learns_from_rewards: ClassVar[bool] = True
     needs_old_logps: ClassVar[bool] = False  # before advantages can be computed
@@ -88,19 +97,28 @@ class RoundTrainer(StepTrainer):
         self.needs_reference = without is None
         if without is not None and any(map(moves_reference, callbacks or [])):
             raise ConfigError(f"a callback moves the reference model, and {without}, or leave the callback out.")
+        if rollout_backend is not None and not isinstance(rollout_backend, RolloutBackend):
+            raise ConfigError(
+                f"rollout_backend is {rollout_backend!r}; wanted a RolloutBackend object. Those that have a name are "
+                "chosen by the config: rollout_backend='server' there."
+            )
         # before the model is loaded: a reward function that cannot be called is known by now
         self.rewards: RewardRunner | None = None
         if self.learns_from_rewards:
             self.rewards = reward_runner(args, reward_funcs, reward_processing_classes)
         self._round: Round | None = None
         self._is_mid_round = False
+        self._said_all_cut = False
+        self._step_began = 0.0
         super().__init__(model, args, callbacks=callbacks, **rest)
         for reward_model in self.rewards.models if self.rewards is not None else ():
             reward_model.model.to(self.args.device)
         self.sampling = sampling_of(self.args, self.eos_token_ids)
-        self.backend = rollout_backend or make_backend(self.args, self.model, self.tokenizer)
+        self.backend = rollout_backend or make_backend(self.args, self.model, self.tokenizer, self.accelerator)
         self._follow = Follow(self.backend)
         self._loader: RoundLoader | None = None
+        if isinstance(self.train_dataset, Dataset):
+            check_rows(len(self.train_dataset), self.args.round_prompts)
         if self.args.log_completions:
             self.add_callback(RoundCompletionsCallback(self))
 
@@ -135,6 +153,8 @@ class RoundTrainer(StepTrainer):
             seed=seed,
             shuffle=self.args.shuffle_dataset,
         )
+        if isinstance(self.train_dataset, Dataset) and self.is_world_process_zero():
+            say_left_over(len(self.train_dataset), self.args)
         return self._loader
 
     def _init_training_state(self, max_steps: int, *args: Any) -> tuple[int, int]:
@@ -145,13 +165,28 @@ class RoundTrainer(StepTrainer):
 
     @final
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        self._step_began = time.perf_counter()
+        items = list(islice(epoch_iterator, num_batches))
+        if 0 < len(items) < num_batches:  # of a stream that has ended: the step is left out, so nothing is drawn for it
+            if items[0].round == items[0].step == 0:
+                raise DataFormatError(
+                    f"a pass over the stream of training rows makes {len(items)} micro-steps and an optimizer step "
+                    f"takes {num_batches}, so nothing would be learned. Bring more rows, or lower "
+                    "gradient_accumulation_steps."
+                )
+            return self.begin_step(cast(Any, items), num_batches), None
         batches = []
-        for item in islice(epoch_iterator, num_batches):
+        for item in items:
             if item.rows:
                 self._round = self.draw_round(item)
             batches.append(self._batch_of(item))
             self._is_mid_round = item.step + 1 < self.args.steps_per_round
         return self.begin_step(batches, num_batches), None
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm)  # once an optimizer step, before it
+        self.train_metrics.add("step_time", torch.tensor(time.perf_counter() - self._step_began))
+        return norm
 
     def _batch_of(self, item: MicroStep) -> Batch:
         if self._round is None or (self._round.epoch, self._round.number) != (item.epoch, item.round):
@@ -235,6 +270,10 @@ class RoundTrainer(StepTrainer):
         mine = torch.from_numpy(figures).to(self.args.device)
         whole = mine.cpu() if division is None else cast(Tensor, self.accelerator.gather(mine)).cpu()[division.order]
         add_figures(metrics, length_figures(*whole[:, functions : functions + 2].numpy().T))
+        if division is not None and not whole[:, functions + 1].any() and not self._said_all_cut:
+            self._said_all_cut = True
+            if self.is_world_process_zero():
+                say_all_cut(len(whole), self.args)
         for name, value in scored.metrics.items():
             metrics.add(name, torch.tensor(value), torch.tensor(float(len(mine))))
         rewards_PGK = whole[:, :functions].unflatten(0, (-1, size))
@@ -281,6 +320,7 @@ class RoundTrainer(StepTrainer):
             old=old or self.needs_old_logps,
             reference=self.penalty_reference,
             trusts_sampler=self.sampling.is_plain and self.accelerator.mixed_precision == "no",
+            everywhere=lambda mine: all(gather_object([mine])),
         )
 
     def _score_groups(self, groups: list[Group], reference: ReferenceModel | None = None) -> dict[int, np.ndarray]:
@@ -291,6 +331,7 @@ class RoundTrainer(StepTrainer):
                 reference=reference,
                 layout=self.layout,
                 temperature=self.args.temperature,
+                float32_head=self.float32_head,
                 rows=self.args.per_device_train_batch_size,
                 max_tokens=self.args.max_tokens_per_micro_batch,
                 device=self.args.device,
@@ -299,11 +340,16 @@ class RoundTrainer(StepTrainer):
     # State and data
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._follow = Follow(self.backend)  # steps are counted anew
         try:
             return super().train(*args, **kwargs)
         finally:
             if self.rewards is not None:
                 self.rewards.close()
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._follow = Follow(self.backend)  # these are the weights of another step
 
     def rank_state(self) -> dict[str, Any]:
         """The round that is being learned from, where steps on it are still to come."""

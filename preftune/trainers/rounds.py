@@ -5,6 +5,7 @@ Figures are over all ranks: rows are gathered before anything is averaged.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from preftune.rewards.base import RewardRunner, RewardTable
 from preftune.trainers.groups import Group
 from preftune.trainers.metrics import RunningMetrics
 from preftune.types import Rollouts
+
+logger = logging.getLogger(__name__)
 
 NOT_FOR_REWARDS = ("prompt", "prompt_ids", "completion", "completion_ids")
 
@@ -98,6 +101,29 @@ def reward_runner(args: Any, reward_funcs: Any, processing_classes: Any) -> Rewa
             f"{', '.join(runner.names)}. Give one weight for each, or none."
         )
     return runner
+
+
+def say_left_over(rows: int, args: Any) -> None:
+    """Says which prompts are in no round; without shuffling it is the same ones in every epoch."""
+    rest = rows % args.round_prompts
+    if rest and args.shuffle_dataset:
+        logger.info("each epoch leaves %d of %d prompts out, others every time: they fill no round", rest, rows)
+    elif rest:
+        logger.warning(
+            "the last %d of %d training prompts fill no round of %d and are never used. Set shuffle_dataset=True, "
+            "which leaves others out in each epoch, or a generation_batch_size that makes whole rounds of them",
+            *(rest, rows, args.round_prompts),
+        )
+
+
+def say_all_cut(rows: int, args: Any) -> None:
+    """Says that not one completion of a round came to an end, so that rewards may see nothing to judge."""
+    learned = ", and mask_truncated_completions leaves all of them out" if args.mask_truncated_completions else ""
+    logger.warning(
+        "all %d completions of a round ran out of max_completion_length=%d%s. Raise it, or see to it that the model "
+        "ends its answers with one of its end tokens",
+        *(rows, args.max_completion_length, learned),
+    )
 
 
 def seed_of(*numbers: int) -> int:

@@ -285,25 +285,42 @@ def online(folder: Path, processes: int) -> dict[str, Any]:
         "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.1, "gradient_accumulation_steps": 2},
         "rloo": {"normalize_advantages": True, "gradient_accumulation_steps": 2},
     }
-    result = {}
-    for name, changes in forms.items():
-        config, trainer_class = (RLOOConfig, RLOOTrainer) if name == "rloo" else (GRPOConfig, GRPOTrainer)
-        trainer = trainer_class(
-            model=policy(),
-            reward_funcs=_letters,
-            args=config(
-                **options(
-                    folder / name, per_device_train_batch_size=BATCH // processes, num_generations=2, beta=0.1,
-                    max_completion_length=5, per_device_eval_batch_size=2, eval_strategy="steps", eval_steps=2,
-                    **changes, **SGD,
-                )
-            ),
-            train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in text_rows(9)]),
-            eval_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in text_rows(3)]),
-            processing_class=make_tokenizer("plain"),
-        )  # fmt: skip
-        result[name] = trained(trainer, folder / name)
-    return result
+    return {
+        name: trained(rounds(folder / name, processes, name, **changes), folder / name)
+        for name, changes in forms.items()
+    }
+
+
+def online_lora(folder: Path, processes: int) -> dict[str, Any]:
+    """An adapter, a reward model that is loaded by name, and completions drawn in evaluation before there is a step."""
+    judge = Path(os.environ.get("PREFTUNE_TEST_MODELS", folder), "reward")
+    if not judge.exists():
+        tiny_model(head="value").save_pretrained(judge)
+    trainer = rounds(folder, processes, "grpo", peft=LORA, judge=str(judge), num_iterations=2)
+    before = numbers_of(trainer.evaluate())
+    is_whole = all(p.numel() for p in trainer.rewards.models[0].model.parameters())
+    return trained(trainer, folder) | {"before": before, "reward model is whole": is_whole}
+
+
+def rounds(
+    folder: Path, processes: int, name: str, *, peft: dict | None = None, judge: str | None = None, **changes: Any
+) -> Any:
+    """An online trainer whose step holds `BATCH` completions over all processes, two for each prompt."""
+    config, trainer_class = (RLOOConfig, RLOOTrainer) if name == "rloo" else (GRPOConfig, GRPOTrainer)
+    common = {
+        "per_device_train_batch_size": BATCH // processes, "num_generations": 2, "beta": 0.1,
+        "max_completion_length": 5, "per_device_eval_batch_size": 2, "eval_strategy": "steps", "eval_steps": 2, **SGD,
+    }  # fmt: skip
+    return trainer_class(
+        model=policy(),
+        reward_funcs=[_letters, judge] if judge else _letters,
+        reward_processing_classes=[None, make_tokenizer("plain")] if judge else None,
+        args=config(**options(folder, **common | changes)),
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in text_rows(9)]),
+        eval_dataset=Dataset.from_list([{"prompt": row["prompt"]} for row in text_rows(3)]),
+        processing_class=make_tokenizer("plain"),
+        peft_config=LoraConfig(**peft) if peft else None,
+    )
 
 
 def distilled(folder: Path, processes: int) -> dict[str, Any]:
@@ -401,6 +418,31 @@ def resume(folder: Path, processes: int) -> dict[str, Any]:
     return result
 
 
+def online_resume(folder: Path, processes: int) -> dict[str, Any]:
+    """Five steps at once, and as many over a checkpoint in the middle of a round, and between rounds."""
+    result = {}
+    forms: dict[str, dict[str, Any]] = {
+        "full": {}, "lora": {"peft": LORA}, "bfloat16": {"bf16": True, "rollout_precision": "bfloat16"},
+    }  # fmt: skip
+    for name, changes in forms.items():
+        # torch cannot load the state of an optimizer that has none (SGD) into shards
+        common = {
+            "num_iterations": 2, "max_steps": 5, "save_strategy": "steps", "save_steps": 1,
+            "optim": "adamw_torch", "learning_rate": 1e-2, **SYNC, **changes,
+        }  # fmt: skip
+        straight = rounds(folder / f"{name}-a", processes, "grpo", **common)
+        straight.train()
+        digests, logs = [digest(straight)], [logs_of(straight)]
+        for step in (1, 2):
+            torch.manual_seed(99 + step)
+            resumed = rounds(folder / f"{name}-{step}", processes, "grpo", **common)
+            resumed.train(resume_from_checkpoint=str(folder / f"{name}-a" / f"checkpoint-{step}"))
+            digests.append(digest(resumed))
+            logs.append(logs_of(resumed))
+        result[name] = {"digests": digests, "logs": logs}
+    return result
+
+
 # --- unequal work -----------------------------------------------------------------------------------------------------
 
 
@@ -436,6 +478,8 @@ SCENARIOS: dict[str, Callable[[Path, int], dict[str, Any]]] = {
         rewards,
         kto,
         online,
+        online_lora,
+        online_resume,
         distilled,
         evaluation,
         judged,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 
 import numpy as np
 import pytest
@@ -105,6 +106,31 @@ def test_only_what_the_policy_wrote_is_learned(tmp_path, tiny_model, tokenizer):
     own = [mask.sum() for group in groups for mask in group.masks]
     assert logged(trainer, "completions/mean_length") == [pytest.approx(np.mean(own))]
     assert any(group.advantages.any() for group in groups)
+
+
+def test_options_of_tools_reach_them(tmp_path, tiny_model, tokenizer):
+    """Two rounds of calls at most, a limit for each call, and what the template is told."""
+    calls = []
+
+    def slow(a: int, b: int) -> int:
+        """Adds two numbers.
+
+        Args:
+            a: The first.
+            b: The second.
+        """
+        calls.append(1)
+        time.sleep(0.5)
+        return a + b
+
+    how = {"max_tool_calling_iterations": 2, "tool_timeout": 0.05, "chat_template_kwargs": {"enable_thinking": True}}
+    always = lambda *_: say(call("slow", a=1, b=1))  # noqa: E731
+    how |= {"max_completion_length": 600, "per_device_train_batch_size": 4, "max_steps": 1}
+    trainer = build(tmp_path, tiny_model, tokenizer, tools=[slow], with_script=always, **how)
+    trainer.train()
+    assert len(calls) == 2 * 4
+    assert logged(trainer, "tools/failure_frequency") == [1.0]
+    assert tokenizer.decode(trainer._round.parts[0][0].prompt_ids).endswith("<think>\n")
 
 
 def test_micro_batches_change_nothing(tmp_path, tiny_model, tokenizer):
@@ -335,6 +361,9 @@ def test_random_numbers_of_a_function_come_from_the_round(tmp_path, tiny_model, 
         ({"env_mask": [[1]] * 8}, r"1 values of 'env_mask' and 3 of 'completion_ids' in row 0"),
         ({"number": [1, 2]}, r"2 values of 'number' for 8 prompts"),
         ({"prompt_ids": [[]] * 8}, r"no 'prompt_ids' in row 0"),
+        ({"completion_ids": [[5]] * 7 + [None]}, r"None as 'completion_ids' of row 7; wanted a list of numbers"),
+        ({"completion_ids": [[5, 6, 9999]] * 8, "logprobs": None, "env_mask": None}, r"token 9999 in 'completion_ids' of row 0, .* ids 0 to"),
+        ({"prompt_ids": [[5, -1]] * 8}, r"token -1 in 'prompt_ids' of row 0"),
     ],
 )
 def test_what_is_no_rollout_is_named(tmp_path, tiny_model, tokenizer, change, said):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import signal
+import time
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from preftune.configs.grpo import GRPOConfig
 from preftune.configs.rloo import RLOOConfig
 from preftune.data.rounds import MicroStep
 from preftune.errors import CheckpointError, ConfigError, DataFormatError
+from preftune.rollouts.local import LocalBackend
 from preftune.trainers.grpo import GRPOTrainer
 from preftune.trainers.online import OnlineTrainer
 from preftune.trainers.rloo import RLOOTrainer
@@ -34,7 +36,7 @@ def letters(completions, **_):
 def build(tmp_path, tiny_model, tokenizer, algorithm="grpo", *, model=None, reward=letters, rows=PROMPTS, **changes):
     config, trainer = {"grpo": (GRPOConfig, GRPOTrainer), "rloo": (RLOOConfig, RLOOTrainer)}[algorithm]
     peft_config, callbacks = changes.pop("peft_config", None), changes.pop("callbacks", None)
-    eval_dataset = changes.pop("eval_dataset", None)
+    eval_dataset, backend = changes.pop("eval_dataset", None), changes.pop("backend", None)
     defaults = {"num_generations": 4, "max_completion_length": 6, "per_device_train_batch_size": 8, "beta": 0.0}
     return trainer(
         model=tiny_model() if model is None else model,
@@ -45,6 +47,7 @@ def build(tmp_path, tiny_model, tokenizer, algorithm="grpo", *, model=None, rewa
         processing_class=tokenizer,
         peft_config=peft_config,
         callbacks=callbacks,
+        rollout_backend=backend,
     )
 
 
@@ -73,6 +76,20 @@ def test_a_step_is_that_of_a_slow_loop(tmp_path, tiny_model, tokenizer):
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert torch.allclose(flat_weights(trainer) - before, -1e-2 * gradient.float(), atol=1e-7)
     assert any(group.advantages.any() for group, _ in rows)
+
+
+def test_seconds_of_a_step(tmp_path, tiny_model, tokenizer):
+    """Rounds are part of the step that they are drawn in; of four steps on two rounds two hold none."""
+    how = SGD | {"max_steps": 4, "logging_steps": 1, "gradient_accumulation_steps": 1, "steps_per_generation": 2}
+    trainer = build(tmp_path, tiny_model, tokenizer, **how)
+    started = time.perf_counter()
+    trainer.train()
+    whole = time.perf_counter() - started
+    steps, rounds = logged(trainer, "step_time"), logged(trainer, "round_time")
+    assert len(steps) == 4
+    assert len(rounds) == 2
+    assert sum(rounds) < sum(steps) < whole
+    assert steps[0] > rounds[0]
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo"])
@@ -153,6 +170,18 @@ def test_resumed_in_a_later_epoch(tmp_path, tiny_model, tokenizer):
     assert digest(resumed) == digest(straight)
 
 
+def test_a_steered_entropy_bonus_is_resumed(tmp_path, tiny_model, tokenizer):
+    """Its weight rises in every step; that of a run that began anew would be behind."""
+    steered = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0, "entropy_coef_delta": 0.03}
+    steered |= {"save_strategy": "steps", "save_steps": 2}
+    straight = build(tmp_path / "a", tiny_model, tokenizer, **steered)
+    straight.train()
+    resumed = build(tmp_path / "b", tiny_model, tokenizer, **steered)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert digest(resumed) == digest(straight)
+    assert logged(resumed, "entropy_coef") == logged(straight, "entropy_coef") == pytest.approx([0.13, 0.16, 0.19])
+
+
 def test_a_stream_is_read_again_and_resumed_in_its_second_pass(tmp_path, tiny_model, tokenizer):
     """Seven rounds of a prompt a pass, two of them a step: the last one fills no step."""
 
@@ -178,6 +207,80 @@ def test_a_stream_is_read_again_and_resumed_in_its_second_pass(tmp_path, tiny_mo
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-4"))
     assert digest(resumed) == digest(straight)
     assert logged(resumed, "reward") == logged(straight, "reward")
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "words"),
+    [
+        (3, {"per_device_train_batch_size": 16}, "stream of training rows gave 3 usable rows"),
+        (3, {"gradient_accumulation_steps": 2, "steps_per_generation": 1}, "makes 1 micro-steps.*takes 2"),
+    ],
+    ids=["no_round", "no_step"],
+)
+def test_a_stream_that_makes_no_step_is_an_error(tmp_path, tiny_model, tokenizer, count, changes, words):
+    calls = []
+    rows = Dataset.from_list([{"prompt": text} for text in PROMPTS[:count]]).to_iterable_dataset()
+    trainer = build(tmp_path, tiny_model, tokenizer, reward=lambda completions, **_: calls.append(1), **changes)
+    trainer.train_dataset = trainer.prepare_dataset(rows, "train")[0]
+    with pytest.raises(DataFormatError, match=words):
+        trainer.train()
+    assert not calls  # no completion is paid for that would not be learned from
+
+
+class FarBackend(LocalBackend):
+    """Draws with weights that it was given, as a server does."""
+
+    needs_weights = True
+
+    def load_weights(self, named_parameters):
+        self.given = {name: tensor.clone() for name, tensor in named_parameters}
+
+    def holds(self, model):
+        return all(torch.equal(self.given[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_a_backend_of_its_own_follows_the_best_model_and_a_second_run(tmp_path, tiny_model, tokenizer):
+    """Both have the number of a step whose weights it had before, and other weights."""
+    rows = Dataset.from_list([{"prompt": "abc"}])
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_strategy": "steps"}
+    best |= {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "per_device_eval_batch_size": 4}
+    values = iter([0.0, 2.0, 0.0, 1.0] * 2)  # of rounds and evaluations in turn: the first evaluation is the best
+
+    def falling(completions, **_):
+        value = next(values, 0.5)
+        return [value + 1e-3 * n for n, _ in enumerate(completions)]
+
+    model = tiny_model()
+    backend = FarBackend(model, pad_token_id=0)
+    trainer = build(
+        tmp_path, tiny_model, tokenizer, model=model, reward=falling, eval_dataset=rows, backend=backend, max_steps=2,
+        **best,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_global_step == 1
+    trainer.evaluate()
+    assert backend.holds(model)
+    trainer.args.max_steps, trainer.args.load_best_model_at_end = 1, False
+    trainer.args.eval_strategy = "no"
+    trainer.train()
+    drawn_from = []
+    rollout = backend.generate
+
+    def watched(*args, **how):
+        drawn_from.append(backend.holds(model))
+        return rollout(*args, **how)
+
+    backend.generate = watched
+    trainer.train()
+    assert all(drawn_from) and drawn_from
+
+
+def test_predicting_is_evaluating(tmp_path, tiny_model, tokenizer):
+    rows = Dataset.from_list([{"prompt": text} for text in PROMPTS[:3]])
+    trainer = build(tmp_path, tiny_model, tokenizer)
+    evaluated, predicted = trainer.evaluate(rows), trainer.predict(rows).metrics
+    for name in ("reward", "loss", "completions/mean_length"):
+        assert predicted[f"test_{name}"] == evaluated[f"eval_{name}"], name
 
 
 def test_reused_completions_are_weighed_by_the_ratio(tmp_path, tiny_model, tokenizer):
@@ -307,6 +410,22 @@ def test_completions_that_end_at_once_or_never_are_trained_on(tmp_path, tiny_mod
     assert torch.equal(before, flat_weights(trainer)) or logged(trainer, "completions/clipped_ratio")[0] < 1.0
 
 
+def test_a_batch_without_tokens_goes_through_the_policy_as_often_as_others(tmp_path, tiny_model, tokenizer):
+    """For the statistics of the step and for its loss: ranks would wait for one that stays away where it is sharded."""
+    how = {"top_entropy_quantile": 0.5, "mask_truncated_completions": True, "max_completion_length": 1, "max_steps": 1}
+    trainer = build(tmp_path, tiny_model, tokenizer, **how)
+    seen, tokens_of = [], trainer.tokens_of
+
+    def watched(model, batch):
+        seen.append(batch["repeated"])
+        return tokens_of(model, batch)
+
+    trainer.tokens_of = watched
+    trainer.train()
+    assert seen == [True, True]
+    assert logged(trainer, "loss") == [0.0]
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -369,7 +488,9 @@ def test_widths(tmp_path, tiny_model, tokenizer, family, changes):
 
 def test_mistakes_are_named_before_the_run(tmp_path, tiny_model, tokenizer):
     with pytest.raises(DataFormatError, match="2 usable rows and a generation round takes 4"):
-        build(tmp_path, tiny_model, tokenizer, rows=PROMPTS[:2], per_device_train_batch_size=16).train()
+        build(tmp_path, tiny_model, tokenizer, rows=PROMPTS[:2], per_device_train_batch_size=16)
+    with pytest.raises(ConfigError, match="rollout_backend is 'server'; wanted a RolloutBackend object"):
+        GRPOTrainer(tiny_model(), letters, GRPOConfig(tmp_path), PROMPTS, rollout_backend="server")
     with pytest.raises(ConfigError, match="reward_weights has 2 numbers, and there are 1"):
         build(tmp_path, tiny_model, tokenizer, reward_weights=[1.0, 2.0])
     with pytest.raises(ConfigError, match="beta=0"):

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import math
+import os
+import time
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from preftune.errors import ConfigError, RewardError
 from preftune.models import logprobs
 from preftune.trainers import learning
 from tests.support.runs import logged, options
+from tests.unit.rewards import in_processes
 
 PROMPTS = ["the cat", "a longer prompt here", "dog", "one more of them", "who", "and the last one", "up", "so", "or"]
 KINDS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}
@@ -295,3 +298,98 @@ def test_eval_batches_that_are_no_whole_groups(tmp_path, tiny_model, tokenizer):
         trainer = build(tmp_path / str(size), tiny_model(), tokenizer, per_device_eval_batch_size=size)
         found.append(trainer.evaluate(rows)["eval_reward"])
     assert found == pytest.approx([found[0]] * 3)
+
+
+# ---- what is said of rounds, and the options of rewards --------------------------------------------------------------
+
+
+def said(caplog, words: str) -> list[str]:
+    return [record.levelname for record in caplog.records if words in record.getMessage()]
+
+
+def test_a_round_in_which_nothing_ends_is_said_once(tmp_path, tiny_model, tokenizer, caplog):
+    """R115: where all answers are cut off, rewards may have nothing to judge."""
+    trainer = build(tmp_path, tiny_model(), tokenizer, max_completion_length=1)
+    trainer.train()
+    assert logged(trainer, "completions/clipped_ratio") == [1.0] * 2
+    assert said(caplog, "4 completions of a round ran out of max_completion_length=1") == ["WARNING"]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_prompts_that_fill_no_round_are_told(tmp_path, tiny_model, tokenizer, caplog, shuffle):
+    """W42: without shuffling they would never be used, in any epoch."""
+    caplog.set_level("INFO", logger="preftune")
+    build(tmp_path, tiny_model(), tokenizer, shuffle_dataset=shuffle, max_steps=1).train()
+    assert said(caplog, "leaves 1 of 9 prompts out" if shuffle else "last 1 of 9 training prompts fill no round") == [
+        "INFO" if shuffle else "WARNING"
+    ]
+    caplog.clear()
+    build(tmp_path, tiny_model(), tokenizer, rows=PROMPTS[:8], max_steps=1, shuffle_dataset=shuffle).train()
+    assert not said(caplog, "prompts")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_reward_that_fails_and_one_that_hangs_beside_one_that_works(tmp_path, tiny_model, tokenizer, kind):
+    """The trainer's options reach the runner: rows of the two count as None, and the run goes on."""
+
+    def hangs(completions, **_):
+        time.sleep(2)
+
+    def fails(completions, **_):
+        raise ValueError("broken")
+
+    how = {"reward_timeout": 0.05, "on_reward_error": "none", "max_steps": 1}
+    trainer = build(tmp_path, tiny_model(), tokenizer, kind, rewards=[hangs, fails, letters], **how)
+    trainer.train()
+    assert [logged(trainer, f"rewards/{name}/failed") for name in trainer.rewards.names] == [[1.0], [1.0], [0.0]]
+    assert logged(trainer, "reward") == logged(trainer, "rewards/letters/mean")
+    trainer = build(tmp_path, tiny_model(), tokenizer, kind, rewards=[hangs, letters], reward_timeout=0.05)
+    with pytest.raises(RewardError, match="'hangs' took longer than reward_timeout=0.05"):
+        trainer.train()
+
+
+def test_rewards_in_processes(tmp_path, tiny_model, tokenizer):
+    """A function of this test cannot be sent; one of a module can, and says where it ran."""
+    with pytest.raises(ConfigError, match="reward_processes=0"):
+        build(tmp_path, tiny_model(), tokenizer, rewards=constant(1.0, "local"), reward_processes=1)
+    trainer = build(tmp_path, tiny_model(), tokenizer, rewards=in_processes.process_id, reward_processes=1)
+    trainer.train()
+    assert os.getpid() not in logged(trainer, "reward") and len(set(logged(trainer, "reward"))) == 1
+
+
+def test_which_prompts_in_which_order(tmp_path, tiny_model, tokenizer):
+    """`shuffle_dataset`, `data_seed` and `seed`: the order is that of the data, or one that follows from the seed."""
+    orders = {}
+    for name, how in {
+        "plain": {"shuffle_dataset": False}, "seed": {}, "again": {}, "other": {"seed": 1},
+        "data": {"seed": 1, "data_seed": 0},
+    }.items():  # fmt: skip
+        seen = orders.setdefault(name, [])
+
+        def reward(prompts, completions, seen=seen, **_):
+            seen.extend(prompts[::2])
+            return letters(completions)
+
+        build(tmp_path / name, tiny_model(), tokenizer, rewards=reward, **how).train()
+    assert orders["plain"] == PROMPTS[:4]
+    assert orders["seed"] == orders["again"] == orders["data"] != orders["other"]
+    assert orders["seed"] != orders["plain"] != orders["other"]
+
+
+def test_columns_that_rewards_get_and_what_the_template_is_told(tmp_path, tiny_model, tokenizer):
+    rows = [{"prompt": [{"role": "user", "content": text}], "gold": text} for text in PROMPTS]
+    seen = []
+
+    def reward(completions, gold=None, **others):
+        seen.append((gold is not None, "gold" in others))
+        return [1.0] * len(completions)
+
+    for n, dropped in enumerate((False, True)):
+        trainer = build(
+            tmp_path / str(n), tiny_model(), tokenizer, rewards=reward, rows=rows, remove_unused_columns=dropped,
+            max_steps=1, chat_template_kwargs={"enable_thinking": True},
+        )  # fmt: skip
+        trainer.train()
+        prompts = [group.prompt_ids for part in trainer._round.parts for group in part]
+        assert all(tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>\n") for ids in prompts)
+    assert seen == [(True, False), (False, False)]

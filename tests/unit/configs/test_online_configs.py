@@ -330,6 +330,12 @@ def test_rloo_without_reference_cannot_move_it():
           for n in ("bnpo", "dr_grpo", "dapo", "cispo")],
         ({"loss_type": "cispo", "epsilon_high": 0.2}, "every update shrinks to 0.2"),
         ({"delta": 1.2}, "takes the place of the clip"),
+        ({"cache_implementation": "static"}, "every backend has a cache of its own kind"),
+        ({"dataloader_num_workers": 2}, "the rows of a round are read when it begins"),
+        ({"train_sampling_strategy": "sequential"}, "shuffle_dataset says"),
+        ({"rollout_precision": "bfloat16", "rollout_backend": "server"}, "no effect with rollout_backend='server'"),
+        ({"transformers_continuous_batching_config": {"block_size": 8}}, "set rollout_backend='continuous'"),
+        ({"vllm_server_port": 9}, "set rollout_backend='server'"),
     ],
 )  # fmt: skip
 def test_odd_combinations_warn(odd, match):

@@ -69,6 +69,12 @@ def test_too_few_rows_are_an_error():
         round_loader(rows(3), round_prompts=4, steps_per_round=1, seed=0, shuffle=True)
 
 
+def test_too_short_a_stream_is_an_error():
+    loader = round_loader(rows(3).to_iterable_dataset(), round_prompts=4, steps_per_round=1, seed=0, shuffle=False)
+    with pytest.raises(DataFormatError, match="gave 3 usable rows and a generation round takes 4 distinct prompts"):
+        list(loader)
+
+
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 3))
 def test_evaluation_reads_every_row_once(count, prompts, world):
     """Over all ranks, each row once; ranks take equally many batches, those without rows of their own say so."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers.integrations import is_deepspeed_zero3_enabled
 
 from preftune.errors import ConfigError
 from preftune.models.logprobs import LayoutChoice
@@ -204,3 +205,20 @@ def test_what_is_no_reward_model(tmp_path, tiny_model, tokenizer):
         RewardRunner(str(tmp_path / "three"))
     with pytest.raises(ConfigError, match="reward_processing_classes: no tokenizer could be loaded"):
         RewardRunner(tiny_model("llama", head="value"))
+
+
+def test_is_whole_where_zero3_partitions_the_policy(tiny_model, tokenizer, tmp_path, monkeypatch):
+    """Ranks call it unequally often; transformers' switch is as before."""
+
+    class Zero3:
+        config: dict = {}
+
+        def is_zero3(self):
+            return True
+
+    model = tiny_model(head="value")
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr("transformers.integrations.deepspeed._hf_deepspeed_config_weak_ref", Zero3)
+    reward = RewardModel(str(tmp_path), tokenizer)
+    assert is_deepspeed_zero3_enabled()
+    assert reward(PROMPTS, COMPLETIONS) == pytest.approx(alone(model.eval(), plain_rows(tokenizer)), abs=1e-4)

@@ -189,6 +189,26 @@ def test_a_function_that_empties_its_lists_harms_nobody():
     assert len(COMPLETIONS) == 4
 
 
+def test_a_function_that_rewrites_what_is_in_them_harms_nobody():
+    """Messages and token ids are handed over as copies: the next function and the table see what was said."""
+    seen = []
+
+    def rewrites(prompts, completions, completion_ids):
+        prompts[0][0]["content"] = completions[0][0]["content"] = "mine"
+        completion_ids[0].clear()
+        return [0.0]
+
+    def reads(prompts, completions, completion_ids):
+        seen.append((prompts, completions, completion_ids))
+        return [0.0]
+
+    prompts, completions = [[{"role": "user", "content": "a"}]], [[{"role": "assistant", "content": "b"}]]
+    given = {"prompts": prompts, "completions": completions, "completion_ids": [[1, 2]]}
+    RewardRunner([rewrites, reads]).run(**given)
+    assert seen == [tuple(given.values())]
+    assert (prompts[0][0]["content"], completions[0][0]["content"]) == ("a", "b")
+
+
 def test_no_rows():
     table = RewardRunner([lengths, lengths]).run(prompts=[], completions=[], completion_ids=[])
     assert table.values.shape == (0, 2)
@@ -352,6 +372,22 @@ def test_an_async_function_that_hangs_is_cancelled():
     with pytest.raises(RewardError, match="'hangs' took longer than reward_timeout=0.05 s.*stopped"):
         run([hangs, async_lengths], timeout=0.05)
     assert cancelled.wait(10)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()], ids=["exit", "interrupt"])
+def test_an_async_function_that_tries_to_end_the_process(error):
+    """It would end the event loop, for whose answer the run waits: without a limit for ever."""
+
+    async def ends(completions):
+        raise error
+
+    async def after(completions):
+        return [1.0] * len(completions)
+
+    with pytest.raises(RewardError, match="'ends' raised RuntimeError on 1 rows: it tried to end the process"):
+        RewardRunner(ends).run(prompts=["a"], completions=["b"], completion_ids=[[1]])
+    table = RewardRunner([ends, after], on_error="none").run(prompts=["a"], completions=["b"], completion_ids=[[1]])
+    assert table.values[0, 1] == 1.0
 
 
 def test_an_async_function_that_blocks_the_loop_does_not_block_the_run(monkeypatch):
@@ -564,6 +600,15 @@ def test_a_metric_that_is_no_number(value):
         log_metric("depth", value)
 
     with pytest.raises(RewardError, match=r"log_metric\('depth', ...\)"):
+        run(f)
+
+
+@pytest.mark.parametrize("name", ["loss", "reward", "kl", "completions/mean_length", "eval_loss"])
+def test_a_metric_under_a_name_of_training(name):
+    def f(log_metric, **_):
+        log_metric(name, 123.0)
+
+    with pytest.raises(RewardError, match=rf"'f' called log_metric\('{name}', ...\).* take another one, such as 'f/"):
         run(f)
 
 

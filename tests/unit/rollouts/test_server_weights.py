@@ -6,6 +6,8 @@ NCCL itself is not here: only the order of the requests around it.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
+import sys
 import threading
 import time
 
@@ -93,10 +95,10 @@ def test_plain_weights_come_one_by_one(tiny_model):
 
 def test_adapters_that_cannot_be_merged_are_refused(tiny_model):
     virtual = get_peft_model(tiny_model("llama"), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-    with pytest.raises(RolloutError, match="virtual tokens"):
+    with pytest.raises(ConfigError, match="virtual tokens"):
         list(policy_weights(virtual))
     tied = get_peft_model(tiny_model("gemma2"), LoraConfig(target_modules=["embed_tokens"]))
-    with pytest.raises(RolloutError, match="tied embeddings"):
+    with pytest.raises(ConfigError, match="tied embeddings"):
         list(policy_weights(tied))
 
 
@@ -270,16 +272,20 @@ def _sharded_rank(rank, folder, model, results):
 
 
 def forked(target, *arguments) -> list:
-    """What two processes of their own put into a queue, in order."""
+    """What two processes of their own put into a queue, in order; where one fails, both end at once."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     ranks = [context.Process(target=target, args=(rank, *arguments, results)) for rank in range(2)]
     for process in ranks:
         process.start()
-    got = sorted(results.get(timeout=60) for _ in ranks)
-    for process in ranks:
-        process.join(20)
-    return got
+    try:
+        multiprocessing.connection.wait([process.sentinel for process in ranks], timeout=60)
+        assert all(process.exitcode in (None, 0) for process in ranks), "a rank has failed"
+        return sorted(results.get(timeout=60) for _ in ranks)
+    finally:
+        for process in ranks:
+            process.join(20 if sys.exc_info()[0] is None else 0)
+            process.kill()
 
 
 def test_sharded_weights_arrive_whole(tmp_path, tiny_model):

@@ -37,6 +37,19 @@ def test_the_samplers_log_probs_serve_where_they_agree(error, trusts, passes):
             assert values == pytest.approx(truth[n], abs=AGREEMENT)
 
 
+def test_ranks_decide_together():
+    """This rank's sampler agrees; another's does not, and then all score, or a sharded forward would wait for ever."""
+    groups, _, score, asked = drawn(0.0)
+    said = []
+
+    def everywhere(mine):
+        said.append(mine)
+        return mine and len(said) == 1
+
+    with_logps(groups, score, old=True, reference=None, trusts_sampler=True, everywhere=everywhere)
+    assert said == [True, True] and [count for count, _ in asked] == [1, 2]
+
+
 def test_what_is_not_asked_for_is_not_scored():
     groups, truth, score, asked = drawn(0.0)
     same = with_logps(groups, score, old=False, reference=None, trusts_sampler=True)
