@@ -11,8 +11,10 @@ import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from transformers import GenerationConfig
+
 from preftune.configs.base import BaseConfig, deprecated
-from preftune.configs.fields import option
+from preftune.configs.fields import did_you_mean, option
 from preftune.configs.offline import padding_multiple
 from preftune.errors import ConfigError
 
@@ -207,6 +209,13 @@ class RolloutConfig(BaseConfig):
         for key, (neutral, instead) in _REFUSED.items():
             if given.get(key, neutral) != neutral:
                 raise ConfigError(f"generation_kwargs has {key}={given[key]!r}. {instead}")
+        if self.resolved_rollout_backend != "server":
+            known = vars(GenerationConfig())
+            for key in set(given) - set(known):
+                raise ConfigError(
+                    f"generation_kwargs has {key!r}, which is no field of transformers' GenerationConfig"
+                    f"{did_you_mean(key, known) or '.'}"
+                )
         if len(self._backends_asked) > 1:
             raise ConfigError(
                 f"{' and '.join(self._backends_asked.values())} name different rollout backends. Keep one of them."

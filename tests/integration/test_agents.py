@@ -362,7 +362,10 @@ def test_random_numbers_of_a_function_come_from_the_round(tmp_path, tiny_model, 
         ({"number": [1, 2]}, r"2 values of 'number' for 8 prompts"),
         ({"prompt_ids": [[]] * 8}, r"no 'prompt_ids' in row 0"),
         ({"completion_ids": [[5]] * 7 + [None]}, r"None as 'completion_ids' of row 7; wanted a list of numbers"),
-        ({"completion_ids": [[5, 6, 9999]] * 8, "logprobs": None, "env_mask": None}, r"token 9999 in 'completion_ids' of row 0, .* ids 0 to"),
+        (
+            {"completion_ids": [[5, 999]] * 8, "logprobs": None, "env_mask": None},
+            r"token 999 in 'completion_ids' of row 0",
+        ),
         ({"prompt_ids": [[5, -1]] * 8}, r"token -1 in 'prompt_ids' of row 0"),
     ],
 )

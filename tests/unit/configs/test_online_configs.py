@@ -318,6 +318,17 @@ def test_rloo_without_reference_cannot_move_it():
         RLOOConfig(OUT, sync_ref_model=True, beta=0)
 
 
+@pytest.mark.parametrize("backend", ["local", "continuous"])
+def test_unknown_generation_options(backend):
+    with pytest.raises(ConfigError, match="'min_new_tokns', which is no field .*; did you mean 'min_new_tokens'"):
+        GRPOConfig(OUT, rollout_backend=backend, generation_kwargs={"min_new_tokns": 3})
+
+
+def test_a_server_knows_its_own_generation_options():
+    given = {"stop_token_ids_of_a_newer_version": [3]}
+    assert GRPOConfig(OUT, rollout_backend="server", generation_kwargs=given).generation_kwargs == given
+
+
 # Warnings
 
 
