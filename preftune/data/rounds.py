@@ -153,6 +153,15 @@ def check_rows(rows: int, round_prompts: int) -> None:
         raise too_few_rows(rows, round_prompts, "train_dataset has")
 
 
+def check_learns(items: Sequence[MicroStep], wanted: int) -> None:
+    """Raises a DataFormatError where a stream ends before its first optimizer step of `wanted` micro-steps."""
+    if items[0].round == items[0].step == 0:
+        raise DataFormatError(
+            f"a pass over the stream of training rows makes {len(items)} micro-steps and an optimizer step takes "
+            f"{wanted}, so nothing would be learned. Bring more rows, or lower gradient_accumulation_steps."
+        )
+
+
 def too_few_rows(rows: int, round_prompts: int, who_has: str) -> DataFormatError:
     """The error of a set, or of a pass over a stream, that makes not one round."""
     return DataFormatError(

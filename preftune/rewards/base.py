@@ -144,6 +144,7 @@ class RewardRunner:
         columns: Mapping[str, Sequence[Any]] | None = None,
         trainer_state: TrainerState | None = None,
         seed: int | None = None,
+        meanwhile: Callable[[], object] = bool,
     ) -> RewardTable:
         """Rewards of N completions; all lists are as long.
 
@@ -154,6 +155,7 @@ class RewardRunner:
             columns: Dataset columns, and whatever else the rollout brings, by name.
             trainer_state: Handed on.
             seed: Of the random states that functions see (give the round's). None: those of training, not moved.
+            meanwhile: Called once, when async functions have begun and before any other: work that needs no reward.
 
         Raises:
             RewardError: a function failed and `on_error` is "raise".
@@ -167,9 +169,10 @@ class RewardRunner:
             if len(values) != rows:
                 raise RewardError(f"{name!r} has {len(values)} values for {rows} completions; wanted one for each.")
         if rows == 0:
+            meanwhile()
             return RewardTable(np.zeros((0, len(self.names))), self.names, self._extra.merged([], 0))
         with forked_random_states(seed), torch.no_grad():
-            results = self._dispatcher.call_all(given, rows, trainer_state)
+            results = self._dispatcher.call_all(given, rows, trainer_state, meanwhile)
         return self._table(results, given, rows)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -81,12 +81,15 @@ class Dispatcher:
             if processes and reward.kind == "sync":
                 check_sendable(reward.function, reward.name)
 
-    def call_all(self, given: Mapping[str, Sequence[Any]], rows: int, trainer_state: Any) -> list[Result]:
-        """One result per reward, in order; never raises what a function raises."""
+    def call_all(
+        self, given: Mapping[str, Sequence[Any]], rows: int, trainer_state: Any, meanwhile: Callable[[], object]
+    ) -> list[Result]:
+        """One result per reward, in order; never raises what a function raises. Async ones go on during `meanwhile`."""
         visits = [self._visit(reward, given, rows, trainer_state) for reward in self._rewards]
         for visit in visits:
             if visit.reward.kind == "async":
                 self._start(visit)
+        meanwhile()
         plain = [visit for visit in visits if visit.reward.kind == "sync"]
         if self._workers:
             self._in_processes(plain)

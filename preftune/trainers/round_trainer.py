@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, ClassVar, cast, final
 
@@ -25,8 +25,8 @@ from preftune.data.columns import column_names
 from preftune.data.mapping import PreparedData
 from preftune.data.prompts import prepare_prompts
 from preftune.data.report import DataReport
-from preftune.data.rounds import MicroStep, RoundLoader, check_rows, round_loader
-from preftune.errors import CheckpointError, ConfigError, DataFormatError
+from preftune.data.rounds import MicroStep, RoundLoader, check_learns, check_rows, round_loader
+from preftune.errors import CheckpointError, ConfigError
 from preftune.losses.advantages import combine_rewards
 from preftune.models.reference import ReferenceModel
 from preftune.rewards.base import RewardRunner, RewardTable
@@ -46,6 +46,7 @@ from preftune.trainers.rounds import (
     Round,
     Scored,
     add_figures,
+    check_backend,
     completion_columns,
     completion_texts,
     groups_of,
@@ -97,11 +98,7 @@ class RoundTrainer(StepTrainer):
         self.needs_reference = without is None
         if without is not None and any(map(moves_reference, callbacks or [])):
             raise ConfigError(f"a callback moves the reference model, and {without}, or leave the callback out.")
-        if rollout_backend is not None and not isinstance(rollout_backend, RolloutBackend):
-            raise ConfigError(
-                f"rollout_backend is {rollout_backend!r}; wanted a RolloutBackend object. Those that have a name are "
-                "chosen by the config: rollout_backend='server' there."
-            )
+        check_backend(rollout_backend)
         # before the model is loaded: a reward function that cannot be called is known by now
         self.rewards: RewardRunner | None = None
         if self.learns_from_rewards:
@@ -168,12 +165,7 @@ class RoundTrainer(StepTrainer):
         self._step_began = time.perf_counter()
         items = list(islice(epoch_iterator, num_batches))
         if 0 < len(items) < num_batches:  # of a stream that has ended: the step is left out, so nothing is drawn for it
-            if items[0].round == items[0].step == 0:
-                raise DataFormatError(
-                    f"a pass over the stream of training rows makes {len(items)} micro-steps and an optimizer step "
-                    f"takes {num_batches}, so nothing would be learned. Bring more rows, or lower "
-                    "gradient_accumulation_steps."
-                )
+            check_learns(items, num_batches)
             return self.begin_step(cast(Any, items), num_batches), None
         batches = []
         for item in items:
@@ -214,10 +206,11 @@ class RoundTrainer(StepTrainer):
         is_reused = (first + self.args.steps_per_round - 1) // window != first // window  # after an update
         self._follow(self.model, self.state.global_step)
         rollouts = self.rollout(rows, division.size, self.sampling, stream)
-        scored = self.score(rows, rollouts, seed_of(self.args.seed, item.epoch, item.round, self.args.process_index))
         groups = self.grouped(rollouts, [prompt for prompt, _ in division.units])
-        groups = self.with_logps(groups, old=is_reused)
-        groups = self.compare(groups, scored, self.args.num_generations, self.train_metrics, division)
+        known: list[list[Group]] = []
+        seed = seed_of(self.args.seed, item.epoch, item.round, self.args.process_index)
+        scored = self.score(rows, rollouts, seed, lambda: known.append(self.with_logps(groups, old=is_reused)))
+        groups = self.compare(known[0], scored, self.args.num_generations, self.train_metrics, division)
         groups = self.extended(groups, rows, scored, self.train_metrics, division)
         show_completions(self, "train", scored, groups)
         parts = cut_into(groups, self.args.per_device_train_batch_size)
@@ -230,12 +223,24 @@ class RoundTrainer(StepTrainer):
         """`size` completions of each row's prompt. Override it for another way to get them."""
         return self.backend.generate([row["prompt_ids"] for row in rows], size, sampling, stream=stream)
 
-    def score(self, rows: Sequence[Mapping[str, Any]], rollouts: Rollouts, seed: int) -> Scored:
-        """Rewards of this rank's completions and what to log of them; `seed` is for functions that draw numbers."""
+    def score(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        rollouts: Rollouts,
+        seed: int,
+        meanwhile: Callable[[], object] = bool,
+    ) -> Scored:
+        """Rewards of this rank's completions and what to log of them.
+
+        Args:
+            seed: For functions that draw numbers.
+            meanwhile: Called once, while async functions wait for their answers.
+        """
         repeated = [row for row in rows for _ in range(len(rollouts.completion_ids) // len(rows))]
         prompts = rollouts.columns.get("prompts") or [row.get("prompt", "") for row in repeated]
         completions = completion_texts(self.tokenizer, prompts, rollouts)
         if self.rewards is None:
+            meanwhile()
             return Scored.of(prompts, completions, rollouts, RewardTable(np.zeros((len(completions), 0)), []))
         table = self.rewards.run(
             prompts=prompts,
@@ -244,6 +249,7 @@ class RoundTrainer(StepTrainer):
             columns=completion_columns(repeated, rollouts),
             trainer_state=self.state,
             seed=seed,
+            meanwhile=meanwhile,
         )
         return Scored.of(prompts, completions, rollouts, table)
 

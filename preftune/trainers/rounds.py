@@ -19,6 +19,7 @@ from torch import Tensor
 from preftune.errors import ConfigError
 from preftune.losses.advantages import is_flat
 from preftune.rewards.base import RewardRunner, RewardTable
+from preftune.rollouts.base import RolloutBackend
 from preftune.trainers.groups import Group
 from preftune.trainers.metrics import RunningMetrics
 from preftune.types import Rollouts
@@ -101,6 +102,15 @@ def reward_runner(args: Any, reward_funcs: Any, processing_classes: Any) -> Rewa
             f"{', '.join(runner.names)}. Give one weight for each, or none."
         )
     return runner
+
+
+def check_backend(given: Any) -> None:
+    """Raises a ConfigError where what is given for a rollout backend, if anything, is none."""
+    if given is not None and not isinstance(given, RolloutBackend):
+        raise ConfigError(
+            f"rollout_backend is {given!r}; wanted a RolloutBackend object. Those that have a name are chosen by the "
+            "config: rollout_backend='server' there."
+        )
 
 
 def say_left_over(rows: int, args: Any) -> None:

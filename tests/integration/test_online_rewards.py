@@ -5,9 +5,11 @@ Functions give numbers that are known beforehand, so that what is logged can be 
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import math
 import os
+import threading
 import time
 
 import pytest
@@ -50,6 +52,31 @@ def constant(value: float, name: str):
 
     reward.__name__ = name
     return reward
+
+
+# ---- when they are asked ---------------------------------------------------------------------------------------------
+
+
+def test_async_rewards_wait_while_the_reference_scores(tmp_path, tiny_model, tokenizer, monkeypatch):
+    """One after the other, the reward would never get its answer, and the limit would end the run."""
+    scored = threading.Event()
+    whole = GRPOTrainer._score_groups
+
+    def score_groups(self, *args, **kwargs):
+        known = whole(self, *args, **kwargs)
+        scored.set()
+        return known
+
+    async def judge(completions, **_):
+        while not scored.is_set():
+            await asyncio.sleep(0.001)
+        scored.clear()
+        return [float(len(text)) for text in completions]
+
+    monkeypatch.setattr(GRPOTrainer, "_score_groups", score_groups)
+    trainer = build(tmp_path, tiny_model(), tokenizer, rewards=judge, beta=0.1, reward_timeout=30.0)
+    trainer.train()
+    assert len(logged(trainer, "reward")) == 2
 
 
 # ---- what is logged --------------------------------------------------------------------------------------------------

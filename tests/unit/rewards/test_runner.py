@@ -450,6 +450,31 @@ def test_async_functions_run_beside_plain_ones():
     assert run([waits, plain], timeout=30.0).values[0].tolist() == [1.0, 2.0]
 
 
+def test_async_functions_go_on_during_other_work_and_plain_ones_come_after_it():
+    worked, order = threading.Event(), []
+
+    async def waits(**_):
+        while not worked.is_set():
+            await asyncio.sleep(0.001)
+        return [1.0] * 4
+
+    def plain(**_):
+        order.append("plain")
+        return [2.0] * 4
+
+    def work():
+        order.append("work")
+        worked.set()
+
+    runner = RewardRunner([waits, plain], timeout=30.0)
+    table = runner.run(prompts=PROMPTS, completions=COMPLETIONS, completion_ids=IDS, meanwhile=work)
+    assert table.values[0].tolist() == [1.0, 2.0]
+    assert order == ["work", "plain"]
+    runner.run(prompts=[], completions=[], completion_ids=[], meanwhile=work)
+    assert order == ["work", "plain", "work"], "the work is done also where there is nothing to judge"
+    runner.close()
+
+
 def test_one_loop_for_all_rounds_so_that_clients_stay_usable():
     loops = set()
 
