@@ -11,38 +11,20 @@ import math
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 
-from preftune import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
-from tests.support.rows import preference_rows, sft_rows
-from tests.support.runs import options
+from tests.support.trainers import ONLINE
+from tests.support.trainers import build as build_trainer
 
-PAIRS = preference_rows()["text"]
-LABELLED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": n % 3 > 0} for n, row in enumerate(PAIRS)]
-PROMPTS = [{"prompt": row["prompt"]} for row in PAIRS]
 # a round serves two optimizer steps whatever the cut, so that ratios are not all 1
-ONLINE = {"num_generations": 4, "max_completion_length": 5, "beta": 0.1, "epsilon": 0.01, "num_iterations": 2}
-ONLINE |= {"max_steps": 4, "learning_rate": 0.1}
-KINDS = {
-    "sft": (SFTTrainer, SFTConfig, sft_rows()["prompt_completion"], {}),
-    "dpo": (DPOTrainer, DPOConfig, PAIRS, {"ld_alpha": 0.5, "loss_type": ["sigmoid", "sft"]}),
-    "kto": (KTOTrainer, KTOConfig, LABELLED, {"beta": 0.02}),
-    "reward": (RewardTrainer, RewardConfig, PAIRS, {}),
-    "grpo": (GRPOTrainer, GRPOConfig, PROMPTS, ONLINE),
-    "rloo": (RLOOTrainer, RLOOConfig, PROMPTS, ONLINE),
+ROUNDS = {"num_generations": 4, "max_completion_length": 5, "beta": 0.1, "epsilon": 0.01, "num_iterations": 2}
+ROUNDS |= {"max_steps": 4, "learning_rate": 0.1}
+OPTIONS = {
+    "sft": {},
+    "dpo": {"ld_alpha": 0.5, "loss_type": ["sigmoid", "sft"]},
+    "kto": {"beta": 0.02},
+    "reward": {},
+    "grpo": ROUNDS,
+    "rloo": ROUNDS,
 }
 EVERY = {"loss", "grad_norm", "learning_rate", "epoch", "num_tokens"}
 ROUND = {
@@ -72,23 +54,10 @@ CUTS = (
 CLOCKS = ("runtime", "per_second", "seconds_per_sample", "_time", "total_flos")
 
 
-def letters(completions, **_):
-    return [sum(map(str.islower, text)) / max(len(text), 1) for text in completions]
-
-
-def build(folder, kind, tiny_model, tokenizer, rows=None, **changes):
-    trainer, config, own_rows, own = KINDS[kind]
-    given = {name: changes.pop(name) for name in ("ref_model",) if name in changes}
-    given |= {"reward_funcs": letters} if kind in ("grpo", "rloo") else {}
-    order = {} if kind in ("grpo", "rloo") else {"train_sampling_strategy": "sequential"}
-    common = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.5} | own | order | changes
-    return trainer(
-        tiny_model(head="value" if kind == "reward" else "causal"),
-        args=config(**options(folder, **common)),
-        train_dataset=Dataset.from_list(own_rows if rows is None else rows),
-        processing_class=tokenizer,
-        **given,
-    )
+def build(folder, kind, tokenizer, **changes):
+    order = {} if kind in ONLINE else {"train_sampling_strategy": "sequential"}
+    common = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.5}
+    return build_trainer(folder, kind, tokenizer, **common | OPTIONS[kind] | order | changes)
 
 
 def logs_of(trainer) -> list[dict[str, float]]:
@@ -97,12 +66,12 @@ def logs_of(trainer) -> list[dict[str, float]]:
     return [{name: value for name, value in entry.items() if not name.endswith(CLOCKS)} for entry in entries]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OPTIONS)
 def test_names_and_the_cut_of_a_step(tmp_path, tiny_model, tokenizer, kind):
     """Eight rows a step at once, in parts, one by one, and by a budget of tokens: the same numbers under every name."""
     # against a reference of its own, since the sign of a reward of 0 is nothing but rounding
     ref = {"ref_model": tiny_model(seed=1)} if kind in ("dpo", "kto") else {}
-    whole = build(tmp_path / "whole", kind, tiny_model, tokenizer, per_device_train_batch_size=8, **ref)
+    whole = build(tmp_path / "whole", kind, tokenizer, per_device_train_batch_size=8, **ref)
     whole.train()
     expected = logs_of(whole)
     assert EVERY | NAMES[kind] <= set().union(*expected)
@@ -110,7 +79,7 @@ def test_names_and_the_cut_of_a_step(tmp_path, tiny_model, tokenizer, kind):
         assert max(entry["clip_ratio/region_mean"] for entry in expected) > 0
         assert max(entry["kl"] for entry in expected) > 0
     for number, cut in enumerate(CUTS):
-        trainer = build(tmp_path / str(number), kind, tiny_model, tokenizer, **cut, **ref)
+        trainer = build(tmp_path / str(number), kind, tokenizer, **cut, **ref)
         trainer.train()
         for one, other in zip(expected, logs_of(trainer), strict=True):
             assert set(one) == set(other)
@@ -166,7 +135,7 @@ def test_sft_by_hand(tmp_path, tiny_model, tokenizer):
     texts = [([9 + n, *range(20, 20 + before)], after) for n, (before, after) in enumerate(LENGTHS)]
     texts = [(prompt, slow.likely(prompt, after)) for prompt, after in texts]
     rows = [{"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer} for prompt, answer in texts]
-    trainer = build(tmp_path, "sft", tiny_model, tokenizer, rows, **WINDOW)
+    trainer = build(tmp_path, "sft", tokenizer, rows=rows, **WINDOW)
     trainer.train()
     seen = [slow(*text) for text in texts]
     # the loss is that of a step, a mean over the tokens of its rows; a log is the mean of its steps
@@ -191,7 +160,7 @@ def test_dpo_by_hand(tmp_path, tiny_model, tokenizer):
     answers = [[chosen, rejected[: 1 + n]] for n, (chosen, rejected) in enumerate(answers)]
     rows = [{"prompt_ids": p, "chosen_ids": c, "rejected_ids": r} for p, (c, r) in zip(prompts, answers)]
     plain = {"ld_alpha": None, "loss_type": ["sigmoid"], "beta": 0.05}
-    trainer = build(tmp_path, "dpo", tiny_model, tokenizer, rows, ref_model=tiny_model(seed=1), **WINDOW, **plain)
+    trainer = build(tmp_path, "dpo", tokenizer, rows=rows, ref_model=tiny_model(seed=1), **WINDOW, **plain)
     trainer.train()
     of, rewards = {}, {}
     for place, side in enumerate(("chosen", "rejected")):

@@ -70,7 +70,8 @@ class TestProducts:
 
     def test_only_large_float32_layers_of_whole_blocks(self, counted, monkeypatch):
         class Own(nn.Linear):
-            pass
+            def forward(self, x):
+                return super().forward(x)
 
         busy = nn.Linear(5, 64)
         busy.forward = lambda x: x  # as accelerate's hooks do
@@ -142,6 +143,13 @@ class TestGroupedHeads:
         assert torch.allclose(out[:, -1:].double(), last, atol=1e-6)
         first = self.attention_in_float64(q[:, :, :1], k[:, :, :1], v[:, :, :1], None, 0.5)
         assert torch.allclose(out[:, :1].double(), first, atol=1e-6)
+
+    def test_a_family_with_attention_of_its_own_keeps_it(self, tiny_model, monkeypatch):
+        """It may look its class up by the name of what it computes with."""
+        model = tiny_model("llama")
+        monkeypatch.setattr(type(model), "_can_set_attn_implementation", classmethod(lambda cls: False))
+        with one_token(model):
+            assert {c._attn_implementation_internal for c in attention_configs(model)} == {"sdpa"}
 
     def test_a_model_with_another_attention_keeps_it(self, tiny_model):
         model = tiny_model("llama", attn_implementation="eager")

@@ -7,57 +7,26 @@ import sys
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preftune import (
-    DPOConfig,
-    DPOTrainer,
-    GRPOConfig,
-    GRPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    RLOOConfig,
-    RLOOTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
 from preftune.models import head
-from tests.support.rows import preference_rows, sft_rows
-from tests.support.runs import options
+from tests.support.trainers import build as build_trainer
 
-PAIRS = preference_rows()["text"]
-LABELLED = [{"prompt": row["prompt"], "completion": row["chosen"], "label": n % 2 > 0} for n, row in enumerate(PAIRS)]
-PROMPTS = [{"prompt": row["prompt"]} for row in PAIRS]
-ONLINE = {"num_generations": 2, "max_completion_length": 4, "beta": 0.1}
-KINDS = {
-    "sft": (SFTTrainer, SFTConfig, sft_rows()["prompt_completion"], {}),
-    "dpo": (DPOTrainer, DPOConfig, PAIRS, {"ld_alpha": 0.5, "use_weighting": True}),
-    "kto": (KTOTrainer, KTOConfig, LABELLED, {}),
-    "reward": (RewardTrainer, RewardConfig, PAIRS, {"center_rewards_coefficient": 0.1}),
-    "grpo": (GRPOTrainer, GRPOConfig, PROMPTS, ONLINE | {"off_policy_mask_threshold": 0.1, "delta": 4.0}),
-    "rloo": (RLOOTrainer, RLOOConfig, PROMPTS, ONLINE),
+ROUNDS = {"num_generations": 2, "max_completion_length": 4, "beta": 0.1}
+OPTIONS = {
+    "sft": {},
+    "dpo": {"ld_alpha": 0.5, "use_weighting": True},
+    "kto": {},
+    "reward": {"center_rewards_coefficient": 0.1},
+    "grpo": ROUNDS | {"off_policy_mask_threshold": 0.1, "delta": 4.0},
+    "rloo": ROUNDS,
 }
 
 
-def letters(completions, **_):
-    return [sum(map(str.islower, text)) / max(len(text), 1) for text in completions]
-
-
-def build(folder, kind, tiny_model, tokenizer, **changes):
-    trainer, config, rows, own = KINDS[kind]
-    given = {name: changes.pop(name) for name in ("peft_config", "ref_model") if name in changes}
-    given |= {"reward_funcs": letters} if kind in ("grpo", "rloo") else {}
-    return trainer(
-        tiny_model(head="value" if kind == "reward" else "causal"),
-        args=config(**options(folder, **{"max_steps": 2, "gradient_accumulation_steps": 2} | own | changes)),
-        train_dataset=Dataset.from_list(rows),
-        processing_class=tokenizer,
-        **given,
-    )
+def build(folder, kind, tokenizer, **changes):
+    common = {"max_steps": 2, "gradient_accumulation_steps": 2}
+    return build_trainer(folder, kind, tokenizer, **common | OPTIONS[kind] | changes)
 
 
 class Waits(TorchDispatchMode):
@@ -91,12 +60,12 @@ def _indices(args):
     return args[1] if len(args) > 1 and isinstance(args[1], list | tuple) else ()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_does_not_wait_for_the_device(tmp_path, tiny_model, tokenizer, kind, monkeypatch):
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_step_does_not_wait_for_the_device(tmp_path, tokenizer, kind, monkeypatch):
     """P5: metrics are sums on the device; numbers are read when they are logged, and once a step to find NaN."""
     # on CPU there is a quicker way, which looks at values
     monkeypatch.setattr(head, "_is_top1", lambda logps, targets: (logps.argmax(-1) == targets).float())
-    trainer = build(tmp_path, kind, tiny_model, tokenizer, attention_layout="tree")
+    trainer = build(tmp_path, kind, tokenizer, attention_layout="tree")
     step, found = trainer.training_step, []
 
     def watched(*args, **kwargs):
@@ -117,12 +86,12 @@ def test_what_waits_is_found():
     assert waits.found == ["_local_scalar_dense", "index"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_given_is_left_as_it_was(tmp_path, tiny_model, make_tokenizer, kind):
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_what_was_given_is_left_as_it_was(tmp_path, make_tokenizer, kind):
     """S6: tokenizer, adapter config and options can be used again, by another trainer too."""
     tokenizer, lora = make_tokenizer("no_pad"), LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=None)
     before = tokenizer.special_tokens_map, tokenizer.chat_template, tokenizer.padding_side, lora.to_dict()
-    trainer = build(tmp_path, kind, tiny_model, tokenizer, peft_config=lora, max_steps=1)
+    trainer = build(tmp_path, kind, tokenizer, peft_config=lora, max_steps=1)
     args = copy.deepcopy(trainer.args.to_dict())
     trainer.train()
     assert before == (
