@@ -21,9 +21,9 @@ def test_the_options_are_the_same_everywhere(config):
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto", "grpo", "rloo"])
-def test_they_move_the_reference(tmp_path, tiny_model, tokenizer, kind):
+def test_they_move_the_reference(tmp_path, tokenizer, kind):
     """R004: with alpha 1 the reference is the policy of the last step, bit for bit."""
-    trainer = build(tmp_path, kind, tiny_model, tokenizer, **MOVING)
+    trainer = build(tmp_path, kind, tokenizer, **MOVING)
     start = trainer.ref_model.lm_head.weight.clone()
     trainer.train()
     for name, parameter in trainer.ref_model.named_parameters():
@@ -39,8 +39,6 @@ def test_a_reference_by_name_is_loaded_as_the_policy_is(tmp_path, tiny_model, to
     seen, load = [], reference.load_model
     monkeypatch.setattr(reference, "load_model", lambda *args, **how: seen.append((args, how)) or load(*args, **how))
     for trusted in (False, True):
-        trainer = build(
-            tmp_path, "dpo", tiny_model, tokenizer, trust_remote_code=trusted, ref_model=str(tmp_path / "ref")
-        )
+        trainer = build(tmp_path, "dpo", tokenizer, trust_remote_code=trusted, ref_model=str(tmp_path / "ref"))
         assert torch.equal(trainer.ref_model.lm_head.weight, tiny_model(seed=5).lm_head.weight)
     assert [how["trust_remote_code"] for _, how in seen] == [False, True]
